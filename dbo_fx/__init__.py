@@ -1,0 +1,54 @@
+"""dbo_fx: Dual Batch Overlap for Mixture-of-Experts inference, done at compile time.
+
+Names load on first use, so that looking at schedules needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbo_fx.backend import compilations, compile_graph
+    from dbo_fx.capture import CapturedGraph, trace
+    from dbo_fx.compiled import CompiledProgram
+    from dbo_fx.errors import DboError
+    from dbo_fx.ir import Program, Schedule
+    from dbo_fx.options import Options
+    from dbo_fx.wrap import wrap
+
+__version__ = "0.1.0"
+__all__ = [
+    "CapturedGraph",
+    "CompiledProgram",
+    "DboError",
+    "Options",
+    "Program",
+    "Schedule",
+    "compilations",
+    "compile_graph",
+    "trace",
+    "wrap",
+]
+
+_HOME = {
+    "CapturedGraph": "capture",
+    "CompiledProgram": "compiled",
+    "DboError": "errors",
+    "Options": "options",
+    "Program": "ir",
+    "Schedule": "ir",
+    "compilations": "backend",
+    "compile_graph": "backend",
+    "trace": "capture",
+    "wrap": "wrap",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'dbo_fx' has no attribute {name!r}")
+    value = getattr(import_module(f"dbo_fx.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

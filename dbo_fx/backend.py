@@ -1,0 +1,182 @@
+"""The torch.compile entry point, and the same compilation without Dynamo around it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from dbo_fx.agree import compare_over_store
+from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
+from dbo_fx.comm.protocol import contract
+from dbo_fx.compiled import CompiledProgram
+from dbo_fx.emit import Emit
+from dbo_fx.errors import OptionError, SoundnessError, UnsupportedGraphError
+from dbo_fx.ir import Program
+from dbo_fx.options import Options
+from dbo_fx.passes.halves import Halves
+from dbo_fx.passes.lower import Lower, structure
+from dbo_fx.passes.microbatch import Microbatch
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions, communicating_groups
+from dbo_fx.passes.schedule import Order
+from dbo_fx.passes.soundness import Soundness
+from dbo_fx.passes.streams import Streams
+from dbo_fx.passes.verify import Verify
+from dbo_fx.pipeline import Pipeline
+
+log = logging.getLogger("dbo_fx")
+_COMPILATIONS: deque[CompiledProgram] = deque(maxlen=64)
+_TOLD: set[str] = set()
+
+
+def compilations() -> list[CompiledProgram]:
+    """The programs compiled in this process, newest last (the last 64)."""
+    return list(_COMPILATIONS)
+
+
+def dbo_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: `torch.compile(model, backend="dbo_fx", fullgraph=True, options={...})`.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Its inputs; only their fake values in the graph are used.
+        mode: Must be None or "default": torch.compile's modes belong to Inductor.
+        options: See `dbo_fx.Options`.
+
+    Returns:
+        The compiled program, or what the inner backend made of a graph without MoE communication.
+
+    Raises:
+        OptionError: an option is wrong.
+        UnsupportedGraphError: the graph cannot be scheduled (unless `on_unsupported="fallback"`).
+        SoundnessError: the graph must not be split (likewise).
+        AgreementError: another rank did not compile, or compiled something else.
+    """
+    if mode not in (None, "default"):
+        raise OptionError(f"mode={mode!r} belongs to Inductor. Leave it out with backend='dbo_fx'.")
+    opts = Options.parse(options)
+    _report_break(gm)
+    groups = communicating_groups(gm.graph)
+    if not groups:
+        log.info("no MoE communication in this graph: it goes to backend %r", opts.inner_backend)
+        return _inner(gm, example_inputs, opts)
+    try:
+        compiled = compile_captured(from_dynamo(gm, opts.split_dim), opts)
+    except (UnsupportedGraphError, SoundnessError) as error:
+        if opts.on_unsupported == "raise":
+            raise
+        _tell_once(f"dbo_fx does not split this graph, {opts.inner_backend} takes it: {error}")
+        for group in sorted(groups):
+            compare_over_store(group, "program digest", "fallback", opts.agree_timeout_s)
+        return _inner(gm, example_inputs, opts)
+    digest = graph_digest(compiled)
+    compare_over_store(compiled.group, "program digest", digest, opts.agree_timeout_s)
+    if opts.dump_dir is not None:
+        compiled.dump(opts.dump_dir)
+    return compiled
+
+
+def compile_captured(captured: CapturedGraph, options: Options) -> CompiledProgram:
+    """Run the whole pipeline on a captured graph, which it takes over.
+
+    Raises:
+        DboError: whatever a pass refuses.
+    """
+    schedule = options.resolved_schedule()
+    transport = contract(_transport_name(captured))
+    pipeline = Pipeline(
+        [
+            Normalize(),
+            Regions(),
+            Soundness(),
+            Microbatch(options.microbatches()),
+            Halves(),
+            Order(schedule),
+            Streams(schedule.name, transport.name),
+            Lower(),
+            Verify(transport.max_in_flight),
+            Emit(),
+        ]
+    )
+    state, reports = pipeline.run(captured)
+    compiled = CompiledProgram(state, reports, options)
+    _COMPILATIONS.append(compiled)
+    return compiled
+
+
+def compile_graph(
+    captured: CapturedGraph, options: Options | Mapping[str, Any] | None = None
+) -> tuple[Program, GraphModule]:
+    """Schedule a captured graph.
+
+    Args:
+        captured: What `dbo_fx.trace` returned; it is taken over (normalized in place).
+        options: Options, or a mapping as torch.compile takes it.
+
+    Returns:
+        The bound program, and the module that runs it on the captured graph's inputs.
+
+    Raises:
+        DboError: whatever a pass refuses.
+    """
+    parsed = options if isinstance(options, Options) else Options.parse(options)
+    compiled = compile_captured(captured, parsed)
+    return compiled.program, compiled.module
+
+
+def graph_digest(compiled: CompiledProgram) -> str:
+    """A short hash of program and graphs, equal on all ranks that compiled the same thing."""
+    parts = [str(compiled.program), structure(compiled.module.graph)]
+    for name, child in compiled.module.named_children():
+        if isinstance(child, GraphModule):
+            parts.append(f"{name} {structure(child.graph)}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    try:
+        backend = torch._dynamo.lookup_backend(options.inner_backend)
+    except Exception as error:
+        raise OptionError(
+            f"option inner_backend={options.inner_backend!r}: torch.compile knows no such backend. "
+            f"Known: {', '.join(torch._dynamo.list_backends())}."
+        ) from error
+    inner: Callable[..., Any] = backend(gm, list(example_inputs))
+    return inner
+
+
+def _transport_name(captured: CapturedGraph) -> str:
+    token = captured.token_inputs[0]
+    device = value_of(captured.placeholders[token.index]).device.type
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def _tell_once(text: str) -> None:
+    if text not in _TOLD:
+        _TOLD.add(text)
+        log.warning("%s", text)
+
+
+def _report_break(gm: GraphModule) -> None:
+    """Say where Dynamo cut the model, if it did: a cut inside a layer makes it unschedulable."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return
+    frames = getattr(reason, "user_stack", None) or []
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = str(getattr(reason, "reason", reason)).splitlines()[0]
+    _tell_once(
+        f"graph break{place}: {text}. Layers on both sides are compiled apart; use fullgraph=True."
+    )

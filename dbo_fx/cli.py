@@ -1,0 +1,98 @@
+"""The `dbo-fx` command. Data goes to stdout, messages to stderr; exit 0 ok, 1 failed, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+from dbo_fx import show as showing
+from dbo_fx.errors import DboError, ScheduleError
+from dbo_fx.ir import Program, parse, unroll
+from dbo_fx.schedules import read
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    sys.stderr.write("dbo-fx: the command needs typer; pip install 'dbo-fx[cli]'\n")
+    raise SystemExit(2) from missing
+
+app = typer.Typer(
+    name="dbo-fx",
+    help="Dual Batch Overlap for Mixture-of-Experts models, scheduled at compile time.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_DEFAULT_MICROBATCHES = 2
+
+
+@app.command()
+def show(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|FILE.dbo", help="A schedule's name, or a .dbo file.")
+    ],
+    layers: Annotated[int | None, typer.Option(help="Unroll over this many MoE layers.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches, for schedules that take any number of them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print a schedule's lanes and order, its unrolled form, or a saved program."""
+    try:
+        typer.echo(_shown(what, layers, microbatches, as_json), nl=False)
+    except ScheduleError as error:
+        typer.echo(f"dbo-fx show: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def demo(
+    output: Annotated[
+        str | None, typer.Option(help="Folder for what the demo writes.", metavar="DIR")
+    ] = None,
+) -> None:
+    """Compile a small MoE model on two local ranks and show what came out."""
+    # The demo needs torch; `show` must start without it.
+    from dbo_fx.demo import main as run_demo
+
+    try:
+        code = run_demo(output)
+    except DboError as error:
+        typer.echo(f"dbo-fx demo: {error}", err=True)
+        raise typer.Exit(1) from error
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `dbo-fx` script."""
+    app()
+
+
+def _shown(what: str, layers: int | None, microbatches: int | None, as_json: bool) -> str:
+    subject = parse(read(what), what)
+    if isinstance(subject, Program):
+        if layers is not None or microbatches is not None:
+            raise ScheduleError(
+                f"{what} is a program, already unrolled over {subject.layers} layers and "
+                f"{subject.microbatches} microbatches; leave --layers and --microbatches out"
+            )
+        if as_json:
+            return _json(showing.program_json(subject))
+        return showing.program_text(subject)
+    if layers is None:
+        if microbatches is not None:
+            raise ScheduleError("--microbatches says how many to unroll for; give --layers too")
+        return _json(showing.schedule_json(subject)) if as_json else str(subject)
+    if microbatches is None and subject.num_microbatches is None:
+        microbatches = _DEFAULT_MICROBATCHES
+    unrolled = unroll(subject, layers, microbatches)
+    if as_json:
+        return _json(showing.schedule_json(subject, unrolled))
+    return showing.unrolled_text(subject, unrolled)
+
+
+def _json(rows: showing.Rows) -> str:
+    return json.dumps(rows, indent=2) + "\n"

@@ -1,0 +1,14 @@
+"""Communication of dispatch and combine. Importing this package registers the `dbo_fx` ops."""
+
+from dbo_fx.comm.ops import InFlight, abandon_in_flight, in_flight
+from dbo_fx.comm.protocol import Contract, Transport, contract, transport_for
+
+__all__ = [
+    "Contract",
+    "InFlight",
+    "Transport",
+    "abandon_in_flight",
+    "contract",
+    "in_flight",
+    "transport_for",
+]

@@ -1,0 +1,96 @@
+"""Reference transport for CPU tensors: results stay hidden until they are received.
+
+`launch` lets the collective write into buffers nobody else sees and fills the visible outputs with
+poison, so that a consumer that the schedule placed too early gives visibly wrong numbers instead
+of right ones by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbo_fx.comm import collectives
+from dbo_fx.comm.protocol import Contract
+
+CONTRACT = Contract(
+    name="gloo",
+    capturable=False,
+    blocks_host=True,
+    two_halves=True,
+    max_in_flight=None,
+    recv_is="host",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One launch: works to wait for, where they write, and what they read from."""
+
+    works: tuple[Any, ...]
+    hidden: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GlooReference:
+    """Asynchronous gloo collectives with poisoned outputs."""
+
+    contract: Contract = CONTRACT
+
+    def launch(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str
+    ) -> _Flight:
+        """Start the collectives into hidden buffers and poison the visible outputs.
+
+        Args:
+            inputs: Tensors of this rank, rows first.
+            outputs: Visible outputs, one for each input.
+            collective: A name in `collectives.COLLECTIVES`.
+            group: Name of the process group.
+
+        Returns:
+            The works and the hidden buffers.
+        """
+        sources = tuple(t.contiguous() for t in inputs)
+        hidden = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs)
+        works = tuple(
+            collectives.start(collective, real, source, group, asynchronous=True)
+            for real, source in zip(hidden, sources, strict=True)
+        )
+        for visible in outputs:
+            visible.fill_(poison(visible.dtype))
+        return _Flight(works, hidden, sources)
+
+    def finish(self, flight: _Flight, outputs: Sequence[Tensor]) -> None:
+        """Wait for the collectives and show their results.
+
+        Args:
+            flight: What `launch` returned.
+            outputs: The visible outputs that were launched with it.
+        """
+        for work in flight.works:
+            work.wait()
+        for visible, real in zip(outputs, flight.hidden, strict=True):
+            visible.copy_(real)
+
+
+def poison(dtype: torch.dtype) -> float | int | bool:
+    """Return the value that marks an element as not yet received.
+
+    Args:
+        dtype: Type of the visible output.
+
+    Returns:
+        NaN for floating point and complex types, True for bool, the largest value for unsigned
+        integers and -7 for signed ones.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return True
+    return -7 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max

@@ -1,0 +1,260 @@
+"""The communication ops of the `dbo_fx` namespace and the table of what is in flight.
+
+Models call `dispatch` and `combine`. The compiler replaces each by `comm_buffers`, a `_send` and a
+`_recv`; `slot` is the microbatch, so that the halves of one operation find each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbo_fx.comm import collectives, groups
+from dbo_fx.comm.protocol import Transport, transport_for
+from dbo_fx.errors import CommunicationError
+
+_HALVES = ("dispatch", "combine")
+_SEND = "(Tensor[] inputs, Tensor(a!)[] outputs, str collective, str group, int slot) -> ()"
+_RECV = "(Tensor(a!)[] outputs, str group, int slot) -> ()"
+_SCHEMAS = (
+    "dispatch(Tensor x, Tensor ids, Tensor weights, str group) -> (Tensor, Tensor, Tensor)",
+    "combine(Tensor y, SymInt num_tokens, str group) -> Tensor",
+    "comm_buffers(Tensor[] inputs, str collective, str group) -> Tensor[]",
+    *(f"{kind}_send{_SEND}" for kind in _HALVES),
+    *(f"{kind}_recv{_RECV}" for kind in _HALVES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Identity of an operation that was sent and not yet received."""
+
+    group: str
+    kind: str
+    slot: int
+
+    def __str__(self) -> str:
+        """Return the form that error messages use."""
+        return f"{self.kind}, slot {self.slot}, group {self.group!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What must stay alive between the halves of one operation."""
+
+    transport: Transport
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    flight: Any
+
+
+_IN_FLIGHT: dict[InFlight, _Operation] = {}
+
+
+def in_flight() -> tuple[InFlight, ...]:
+    """Return the operations of this process that were sent and not yet received, oldest first."""
+    return tuple(_IN_FLIGHT)
+
+
+def abandon_in_flight() -> None:
+    """Forget every un-received operation, after a step that failed half-way.
+
+    The other ranks may still wait for this one: use it on all ranks, or before giving up.
+    """
+    _IN_FLIGHT.clear()
+
+
+def dispatch(x: Tensor, ids: Tensor, weights: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather every rank's tokens with their routing.
+
+    Args:
+        x: [T, H] tokens of this rank; T must be the same on every rank.
+        ids: [T, K] experts of each token.
+        weights: [T, K] weights of these experts.
+        group: Name of the process group of R ranks.
+
+    Returns:
+        The same three tensors with [R*T, ...] rows, rank 0's first.
+    """
+    outputs = _run((x, ids, weights), "all_gather", group)
+    return outputs[0], outputs[1], outputs[2]
+
+
+def combine(y: Tensor, num_tokens: int, group: str) -> Tensor:
+    """Sum the ranks' contributions and keep those for this rank's tokens.
+
+    Args:
+        y: [R*T, H] contributions of this rank's experts to every rank's tokens.
+        num_tokens: T, the tokens of this rank.
+        group: Name of the process group of R ranks.
+
+    Returns:
+        [T, H] sums.
+
+    Raises:
+        CommunicationError: `y` does not have R*T rows.
+    """
+    wanted = num_tokens * groups.world_size(group)
+    if y.shape[0] != wanted:
+        raise CommunicationError(
+            f"combine over group {group!r}: y has {y.shape[0]} rows, wanted {wanted} "
+            f"({groups.world_size(group)} ranks of {num_tokens} tokens). Pass num_tokens of the "
+            "dispatch that this combine belongs to."
+        )
+    return _run((y,), "reduce_scatter_sum", group)[0]
+
+
+def comm_buffers(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
+    """Allocate the outputs of a collective on the current stream, uninitialised.
+
+    Args:
+        inputs: Tensors of this rank, rows first.
+        collective: "all_gather", "reduce_scatter_sum" or "all_to_all".
+        group: Name of the process group of R ranks.
+
+    Returns:
+        One contiguous tensor for each input, with R times its rows, a 1/R-th of them, or as many.
+
+    Raises:
+        CommunicationError: Unknown collective, or rows that do not divide evenly.
+    """
+    for tensor in inputs:
+        collectives.check(collective, tensor, group)
+    return _buffers(inputs, collective, group)
+
+
+def send(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    collective: str,
+    group: str,
+    slot: int,
+    *,
+    kind: str,
+) -> None:
+    """Launch the first half of a dispatch or combine on the current stream.
+
+    Args:
+        inputs: Tensors of this rank, rows first.
+        outputs: What `comm_buffers` gave for them; not readable before the `recv`.
+        collective: "all_gather", "reduce_scatter_sum" or "all_to_all".
+        group: Name of the process group.
+        slot: The microbatch.
+        kind: "dispatch" or "combine".
+
+    Raises:
+        CommunicationError: The slot was sent and not yet received, or the buffers do not fit.
+    """
+    key = InFlight(group, kind, slot)
+    if key in _IN_FLIGHT:
+        raise CommunicationError(
+            f"{key}: sent twice without a receive in between. Call {kind}_recv for this slot "
+            "first, or abandon_in_flight() after a step that failed."
+        )
+    if not inputs or len(inputs) != len(outputs):
+        raise CommunicationError(
+            f"{key}: found {len(inputs)} inputs and {len(outputs)} outputs, wanted one output for "
+            "each input and at least one. Pass what comm_buffers returned for these inputs."
+        )
+    transport = transport_for(inputs[0].device.type)
+    flight = transport.launch(inputs, outputs, collective, group)
+    _IN_FLIGHT[key] = _Operation(transport, tuple(inputs), tuple(outputs), flight)
+
+
+def recv(outputs: Sequence[Tensor], group: str, slot: int, *, kind: str) -> None:
+    """Retire a sent operation; afterwards its outputs may be read.
+
+    Args:
+        outputs: The outputs that were given to the `send`.
+        group: Name of the process group.
+        slot: The microbatch.
+        kind: "dispatch" or "combine".
+
+    Raises:
+        CommunicationError: Nothing was sent in this slot, the send had other outputs, or the
+            transport failed.
+    """
+    key = InFlight(group, kind, slot)
+    if key not in _IN_FLIGHT:
+        others = "; ".join(map(str, _IN_FLIGHT)) or "nothing"
+        raise CommunicationError(
+            f"{key}: received without a send. In flight: {others}. Call {kind}_send for this "
+            "slot first."
+        )
+    operation = _IN_FLIGHT[key]
+    if [_place(t) for t in outputs] != [_place(t) for t in operation.outputs]:
+        raise CommunicationError(
+            f"{key}: received into other outputs than were sent. Pass the tensors that "
+            f"{kind}_send was given."
+        )
+    del _IN_FLIGHT[key]
+    try:
+        operation.transport.finish(operation.flight, outputs)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{key}: the {operation.transport.contract.name} transport failed: {error}. A rank of "
+            "the group has probably ended; look at that rank's error first."
+        ) from error
+
+
+def _run(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
+    outputs = comm_buffers(inputs, collective, group)
+    transport = transport_for(inputs[0].device.type)
+    transport.finish(transport.launch(inputs, outputs, collective, group), outputs)
+    return outputs
+
+
+def _buffers(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
+    ranks = groups.world_size(group)
+    return [
+        t.new_empty((collectives.output_rows(collective, t.shape[0], ranks), *t.shape[1:]))
+        for t in inputs
+    ]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _fake_dispatch(
+    x: Tensor, ids: Tensor, weights: Tensor, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = _buffers((x, ids, weights), "all_gather", group)
+    return outputs[0], outputs[1], outputs[2]
+
+
+def _fake_combine(y: Tensor, num_tokens: int, group: str) -> Tensor:
+    return y.new_empty((num_tokens, *y.shape[1:]))
+
+
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
+def _register(library: Any) -> None:
+    for schema in _SCHEMAS:
+        library.define(schema)
+    real: dict[str, Any] = {"dispatch": dispatch, "combine": combine, "comm_buffers": comm_buffers}
+    fake: dict[str, Any] = {
+        "dispatch": _fake_dispatch,
+        "combine": _fake_combine,
+        "comm_buffers": _buffers,
+    }
+    for kind in _HALVES:
+        real[f"{kind}_send"] = partial(send, kind=kind)
+        real[f"{kind}_recv"] = partial(recv, kind=kind)
+        fake[f"{kind}_send"] = fake[f"{kind}_recv"] = _fake_nothing
+    for name in real:
+        for key in ("CPU", "CUDA"):
+            library.impl(name, real[name], key)
+        torch.library.register_fake(f"dbo_fx::{name}", fake[name], lib=library)
+
+
+# The registrations live as long as this object.
+_LIBRARY = torch.library.Library("dbo_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
+_register(_LIBRARY)

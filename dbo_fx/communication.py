@@ -1,0 +1,142 @@
+"""How dispatch and combine look in a captured graph, whatever carries them.
+
+Recognised: the functional ops `dbo_fx::dispatch` / `dbo_fx::combine`, and pairs of a
+`_c10d_functional` launch (all_gather_into_tensor, all_to_all_single, reduce_scatter_tensor) and its
+`wait_tensor`. Model names play no part.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+import dbo_fx.comm  # noqa: F401  (registers the ops)
+from dbo_fx.capture import value_of, where
+from dbo_fx.comm import groups
+from dbo_fx.errors import UnsupportedGraphError
+from dbo_fx.ir import Phase
+from dbo_fx.symbols import expression
+
+DISPATCH = torch.ops.dbo_fx.dispatch.default
+COMBINE = torch.ops.dbo_fx.combine.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+COLLECTIVE = {
+    DISPATCH: "all_gather",
+    COMBINE: "reduce_scatter_sum",
+    ALL_GATHER: "all_gather",
+    ALL_TO_ALL: "all_to_all",
+    REDUCE_SCATTER: "reduce_scatter_sum",
+}
+PHASES = {
+    DISPATCH: (Phase.D,),
+    COMBINE: (Phase.C,),
+    ALL_GATHER: (Phase.D,),
+    ALL_TO_ALL: (Phase.D, Phase.C),
+    REDUCE_SCATTER: (Phase.C,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launched collective.
+
+    Attributes:
+        node: The launching node in the captured graph.
+        collective: `all_gather`, `all_to_all` or `reduce_scatter_sum`.
+        group: Process group name.
+        inputs: The tensors sent.
+        results: Per sent tensor the nodes that stand for what arrives (items or the wait).
+    """
+
+    node: Node
+    collective: str
+    group: str
+    inputs: tuple[Node, ...]
+    results: tuple[tuple[Node, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """One dispatch or combine of one layer: one or more launches that travel together."""
+
+    phase: Phase
+    layer: int
+    launches: tuple[Launch, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the captured graph that it replaces."""
+        results = [r for launch in self.launches for rs in launch.results for r in rs]
+        return tuple(dict.fromkeys([*(launch.node for launch in self.launches), *results]))
+
+    def __str__(self) -> str:
+        """`D@0: all_gather x3 over group 0`."""
+        kinds = ", ".join(f"{x.collective} x{len(x.inputs)}" for x in self.launches)
+        return f"{self.phase.value}@{self.layer}: {kinds} over group {self.launches[0].group}"
+
+
+def is_launch(node: Node) -> bool:
+    """Whether the node starts a collective that may be a dispatch or a combine."""
+    return node.op == "call_function" and node.target in COLLECTIVE
+
+
+def is_communication(node: Node) -> bool:
+    """Whether the node communicates at all, in any form."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return is_launch(node) or node.target.namespace in ("_c10d_functional", "c10d", "symm_mem")
+
+
+def launch_of(node: Node) -> Launch:
+    """Describe a launching node.
+
+    Raises:
+        UnsupportedGraphError: splits that are uneven or depend on data, an unknown reduction, or a
+            launch that nobody waits for.
+    """
+    target = node.target
+    collective = COLLECTIVE[target]
+    if target is DISPATCH:
+        items = [u for u in node.users if u.target is operator.getitem]
+        results = tuple(tuple(u for u in items if u.args[1] == i) for i in range(3))
+        return Launch(node, collective, str(node.args[3]), _nodes(node.args[:3]), results)
+    if target is COMBINE:
+        return Launch(node, collective, str(node.args[2]), _nodes(node.args[:1]), ((node,),))
+    waits = tuple(u for u in node.users if u.target is WAIT)
+    if len(waits) != 1 or len(node.users) != 1:
+        raise UnsupportedGraphError(
+            f"{where(node)}: its result must be used through exactly one wait_tensor, found "
+            f"{[u.name for u in node.users]}. Use torch.distributed._functional_collectives."
+        )
+    group = str(node.args[-1])
+    if target is REDUCE_SCATTER and node.args[1] != "sum":
+        raise UnsupportedGraphError(f"{where(node)}: reduction {node.args[1]!r}, want 'sum'")
+    if target is ALL_TO_ALL:
+        _refuse_uneven(node, groups.world_size(group))
+    return Launch(node, collective, group, _nodes(node.args[:1]), (waits,))
+
+
+def _nodes(arguments: object) -> tuple[Node, ...]:
+    assert isinstance(arguments, tuple)
+    assert all(isinstance(a, Node) for a in arguments)
+    return arguments
+
+
+def _refuse_uneven(node: Node, ranks: int) -> None:
+    assert isinstance(node.args[0], Node)
+    rows = expression(value_of(node.args[0]).shape[0])
+    for sizes in node.args[1:3]:
+        assert isinstance(sizes, tuple | list)
+        values = [value_of(s) if isinstance(s, Node) else s for s in sizes]
+        if any(expression(v) * ranks != rows for v in values):
+            raise UnsupportedGraphError(
+                f"{where(node)}: splits {values} of {rows} rows over {ranks} ranks are not even. "
+                "Data-dependent splits cannot be captured: pad to a static capacity."
+            )

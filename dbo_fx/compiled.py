@@ -1,0 +1,230 @@
+"""A compiled forward: the callable that Dynamo gets, and the record that people read."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from dbo_fx import ir
+from dbo_fx.agree import compare_over_store
+from dbo_fx.capture import CapturedGraph
+from dbo_fx.comm.ops import abandon_in_flight
+from dbo_fx.communication import Communication
+from dbo_fx.differential import Differential
+from dbo_fx.errors import AgreementError, SoundnessError
+from dbo_fx.options import Options
+from dbo_fx.passes.soundness import sizes_refused
+from dbo_fx.pipeline import Report, State
+from dbo_fx.runtime import Runtime
+from dbo_fx.tag import tag_of
+
+log = logging.getLogger("dbo_fx")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was found in the model and made of it.
+
+    Attributes:
+        layers: Number of MoE layers.
+        microbatches: Number of microbatches.
+        phases: Calls per phase in the captured graph.
+        communications: Dispatch and combine of every layer.
+        segments: Segment calls in the program.
+        distinct_segments: Structurally different ones.
+    """
+
+    layers: int
+    microbatches: int
+    phases: dict[str, int]
+    communications: tuple[Communication, ...]
+    segments: int
+    distinct_segments: int
+
+    def __str__(self) -> str:
+        """Four lines."""
+        first = [str(c).partition(": ") for c in self.communications[:2]]
+        per_layer = "; ".join(f"{at.split('@')[0]} {what}" for at, _, what in first)
+        return (
+            f"MoE layers: {self.layers}, microbatches: {self.microbatches}\n"
+            f"ops per phase: {', '.join(f'{k} {v}' for k, v in self.phases.items())}\n"
+            f"segments: {self.segments} calls of {self.distinct_segments} distinct ones\n"
+            f"communication per layer: {per_layer}"
+        )
+
+
+class CompiledProgram:
+    """A verified program. Call it with the graph's inputs, as Dynamo does.
+
+    Attributes:
+        captured: The captured graph.
+        program: The bound program, as text with `str()`.
+        module: The emitted flat module.
+        certificate: What was proven.
+        summary: What was found; prints readably.
+        reports: One per pass.
+        checked: The numeric differential's result, once it ran.
+    """
+
+    def __init__(self, state: State, reports: tuple[Report, ...], options: Options) -> None:
+        """Wrap the pipeline's last state."""
+        assert state.program is not None
+        assert state.module is not None
+        self.captured: CapturedGraph = state.captured
+        self.program: ir.Program = state.program
+        self.module: GraphModule = state.module
+        self.certificate = state.certificate
+        self.reports = reports
+        self.options = options
+        self.summary = _summary(state)
+        self.checked: str | None = None
+        self._state = state
+        self._allowed_totals: set[int] = set()
+        self._differential = Differential(state) if options.verify == "numeric" else None
+
+    @property
+    def group(self) -> str:
+        """Name of the process group that dispatch and combine use."""
+        return self._state.communications[0].launches[0].group
+
+    @property
+    def runtime(self) -> Runtime:
+        """The module's streams, events and trace."""
+        runtime = self.module.runtime
+        assert isinstance(runtime, Runtime)
+        return runtime
+
+    def __str__(self) -> str:
+        """Summary, certificate and passes."""
+        lines = [str(self.summary), f"certificate: {self.certificate}", *map(str, self.reports)]
+        return "\n".join(lines)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the program on the graph's inputs.
+
+        Raises:
+            SoundnessError: this batch size breaks an assumption of the graph, or, on the first call,
+                the split result differs from the unsplit one.
+        """
+        self.check_size(args)
+        try:
+            if self._differential is not None and self._differential.can_run(args):
+                return self._first_call(self._differential, args)
+            return self.module(*args)
+        except BaseException:
+            self.runtime.abandon()
+            abandon_in_flight()
+            raise
+
+    def _first_call(self, differential: Differential, args: tuple[Any, ...]) -> Any:
+        self._differential = None
+        result, verdict = differential.run(self.module, args)
+        self.checked = str(verdict)
+        log.info("numeric differential: %s", verdict)
+        word = "equal" if verdict.error is None else "different"
+        try:  # Ranks that saw no difference must not run into the next collective alone.
+            compare_over_store(self.group, "numeric verdict", word, self.options.agree_timeout_s)
+        except AgreementError:
+            if verdict.error is None:
+                raise
+        if verdict.error is not None:
+            raise SoundnessError(verdict.error)
+        return result
+
+    def check_size(self, args: tuple[Any, ...]) -> None:
+        """Refuse a batch whose microbatches break a guard or a range; each size is checked once.
+
+        Raises:
+            SoundnessError: says which microbatch and which assumption.
+        """
+        token = self.captured.token_inputs[0]
+        total = int(args[token.index].shape[token.dim])
+        if total in self._allowed_totals:
+            return
+        count = self.program.microbatches
+        bounds = [total * i // count for i in range(count + 1)]
+        sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        refused = sizes_refused(self.captured.rules, sizes)
+        if refused is not None:
+            raise SoundnessError(f"a batch of {total} rows cannot be split: {refused}")
+        self._allowed_totals.add(total)
+
+    def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
+        """Host time of every emitted call.
+
+        Args:
+            args: The graph's inputs.
+            repeats: Runs; the median over them is returned.
+
+        Returns:
+            Microseconds by node name.
+        """
+        runs = [_Timed(self.module).timed(args) for _ in range(repeats)]
+        return {name: median(run[name] for run in runs) for name in runs[0]}
+
+    def dump(self, folder: str | Path) -> list[Path]:
+        """Write the captured graph, the emitted graph and the program as readable text.
+
+        Returns:
+            The files written.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        texts = {
+            "captured.py": readable(self.captured.module),
+            "emitted.py": readable(self.module, segments=True),
+            "program.dbo": str(self.program),
+            "report.txt": f"{self}\n",
+        }
+        for name, text in texts.items():
+            (target / name).write_text(text)
+        return [target / name for name in texts]
+
+
+def readable(module: GraphModule, *, segments: bool = False) -> str:
+    """A graph module as Python source, with its segments' sources above it."""
+    parts = []
+    if segments:
+        for name, child in module.named_children():
+            if isinstance(child, GraphModule):
+                parts.append(f"# {name}\n{child.print_readable(print_output=False)}")
+    parts.append(module.print_readable(print_output=False))
+    return "\n\n".join(parts) + "\n"
+
+
+class _Timed(Interpreter):
+    def timed(self, args: tuple[Any, ...]) -> dict[str, float]:
+        self.host_us: dict[str, float] = {}
+        with torch.no_grad():
+            self.run(*args)
+        return self.host_us
+
+    def run_node(self, n: Node) -> Any:
+        started = time.perf_counter()
+        result = super().run_node(n)
+        if n.op.startswith("call"):
+            self.host_us[n.name] = (time.perf_counter() - started) * 1e6
+        return result
+
+
+def _summary(state: State) -> Summary:
+    tags = [tag_of(n) for n in state.captured.graph.nodes if n.op == "call_function"]
+    counts = Counter(t.phase.value for t in tags if t is not None and t.phase is not None)
+    phases = {p.value: counts[p.value] for p in ir.Phase}
+    calls = sum(n.op == "call_module" for n in state.graph.nodes)
+    return Summary(
+        state.layers,
+        state.microbatches,
+        phases,
+        state.communications,
+        calls,
+        len(state.segments),
+    )

@@ -1,0 +1,196 @@
+"""The numeric differential: split program against unsplit graph, on the first call's real inputs.
+
+Routing is discrete: where two experts score almost the same, rounding decides, and outputs then differ by
+far more than rounding. So the top-k ids chosen by the split run are recorded and replayed in the
+unsplit one. What remains is rounding, and must stay below a tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dbo_fx.capture import value_of
+from dbo_fx.pipeline import State
+from dbo_fx.symbols import free_symbols
+
+TOPK = torch.ops.aten.topk.default
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the differential found.
+
+    Attributes:
+        largest: Largest relative difference, over outputs and written inputs.
+        compared: Tensors compared.
+        flips: Top-k ids that the unsplit run would have chosen differently.
+        error: The message for the user if the split changes results, else None.
+    """
+
+    largest: float
+    compared: int
+    flips: int
+    error: str | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        state = "differs" if self.error else "agrees"
+        return (
+            f"{state}: {self.compared} tensors, largest relative difference {self.largest:.1e}, "
+            f"{self.flips} near-tie top-k ids replayed"
+        )
+
+
+class Differential:
+    """Compares once.
+
+    Args:
+        state: The pipeline's last state.
+    """
+
+    def __init__(self, state: State) -> None:
+        """Remember which inputs are written and which nodes choose experts."""
+        self.captured = state.captured
+        mutated = state.effects.mutated_live_in()
+        keys = {n.name: a.results for n, a in state.effects.access.items() if n.op == "placeholder"}
+        inputs = state.captured.placeholders
+        self.written = [i for i, n in enumerate(inputs) if keys[n.name] & mutated]
+        self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
+
+    def can_run(self, args: tuple[Any, ...]) -> bool:
+        """Whether there are real values to compare: not for meta or fake tensors, not under capture."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+            return False
+        cuda = any(t.is_cuda for t in tensors)
+        return not (cuda and torch.cuda.is_current_stream_capturing())
+
+    def run(self, module: GraphModule, args: tuple[Any, ...]) -> tuple[Any, Verdict]:
+        """Run both; inputs end up as the split run left them.
+
+        Returns:
+            The split run's outputs, and the verdict.
+        """
+        before = {i: args[i].clone() for i in self.written}
+        with torch.no_grad(), _Record() as record:
+            split = module(*args)
+        after = {i: args[i].clone() for i in self.written}
+        self._restore(args, before)
+        with torch.no_grad(), _Replay(self._whole_ids(record.chosen, args)) as replay:
+            whole = self.captured.module(*args)
+        whole_after = {i: args[i].clone() for i in self.written}
+        self._restore(args, after)
+        names = [f"output {i}" for i in range(len(tree_leaves(split)))]
+        pairs = list(zip(names, tree_leaves(split), tree_leaves(whole), strict=True))
+        inputs = self.captured.placeholders
+        pairs += [(f"input {inputs[i].name}", after[i], whole_after[i]) for i in self.written]
+        return split, _judge(pairs, replay.flips)
+
+    def _whole_ids(self, chosen: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """The recorded ids of every top-k of the unsplit graph, in its order."""
+        assert len(chosen) == len(self.choices), "a top-k ran that the program does not list"
+        pieces: dict[Node, list[torch.Tensor]] = {}
+        for (node, _), ids in sorted(
+            zip(self.choices, chosen, strict=True), key=lambda pair: pair[0][1] or 0
+        ):
+            pieces.setdefault(node, []).append(ids)
+        order = [n for n in self.captured.graph.nodes if n in pieces]
+        return [self._joined(n, pieces[n], args) for n in order]
+
+    def _joined(
+        self, node: Node, pieces: list[torch.Tensor], args: tuple[Any, ...]
+    ) -> torch.Tensor:
+        shape, symbol = value_of(node)[1].shape, self.captured.symbol
+        dims = [d for d, size in enumerate(shape) if symbol in free_symbols(size)]
+        if not dims:
+            return pieces[0]
+        token = self.captured.token_inputs[0]
+        outer = args[token.index].shape[: token.dim].numel()
+        if dims[0] >= token.dim or outer == 1:
+            return torch.cat(pieces, dims[0])
+        joined = torch.cat([p.unflatten(dims[0], (outer, -1)) for p in pieces], dims[0] + 1)
+        return joined.flatten(dims[0], dims[0] + 1)
+
+    @staticmethod
+    def _restore(args: tuple[Any, ...], values: dict[int, torch.Tensor]) -> None:
+        for index, value in values.items():
+            args[index].copy_(value)
+
+
+class _Record(TorchDispatchMode):
+    """Keeps the ids of every top-k, in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is TOPK:
+            self.chosen.append(result[1])
+        return result
+
+
+class _Replay(TorchDispatchMode):
+    """Answers the n-th top-k with the n-th given ids, and counts the rows that would have differed."""
+
+    def __init__(self, chosen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.chosen = iter(chosen)
+        self.flips = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not TOPK:
+            return result
+        dim = args[2] if len(args) > 2 else -1
+        ids = next(self.chosen)
+        self.flips += int((result[1].sort(dim).values != ids.sort(dim).values).any(dim).sum())
+        return args[0].gather(dim, ids), ids
+
+
+def _relative(split: torch.Tensor, whole: torch.Tensor) -> float:
+    if split.shape != whole.shape:
+        return float("inf")
+    if not split.is_floating_point():
+        return float((split != whole).any())
+    a, b = split.double(), whole.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, a - b).norm()
+    scale = torch.where(b.isfinite(), b, 0.0).norm().clamp_min(1e-30)
+    return float(difference / scale)
+
+
+def _rows(split: torch.Tensor, whole: torch.Tensor, limit: float) -> str:
+    """Which rows of dim 0 differ most visibly."""
+    if split.shape != whole.shape or split.dim() < 2 or not split.is_floating_point():
+        return ""
+    difference = (split - whole).flatten(1).abs().amax(1)
+    scale = whole.abs().max() * max(limit, 1e-12)
+    rows = (~(difference <= scale)).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
+    return f"Rows of dim 0 that differ: {shown or 'none by much'}. "
+
+
+def _judge(pairs: list[tuple[str, Any, Any]], flips: int) -> Verdict:
+    largest, error = 0.0, None
+    tensors = [(n, a, b) for n, a, b in pairs if isinstance(a, torch.Tensor)]
+    for name, split, whole in tensors:
+        limit = TOLERANCE.get(split.dtype, 0.0)
+        difference = _relative(split, whole)
+        largest = max(largest, difference)
+        if error is None and not difference <= limit:
+            error = (
+                f"splitting this batch changes results: {name} differs by {difference:.1e} relative "
+                f"(allowed for {split.dtype}: {limit:.0e}). {_rows(split, whole, limit)}Some op mixes "
+                "rows of the batch (a mean, a sort, attention over the split dim without a cache). "
+                "Split along another dim (option split_dim), or keep the op out of the region."
+            )
+    return Verdict(largest, len(tensors), flips, error)

@@ -1,0 +1,38 @@
+"""Every error that dbo_fx raises. One base class; mistakes a user can mend are also `ValueError`s.
+
+A message says where, what was found, what was wanted and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class DboError(Exception):
+    """Base class of all errors raised on purpose by dbo_fx."""
+
+
+class ScheduleError(DboError, ValueError):
+    """A schedule or program text is malformed, incomplete, or breaks a dependency."""
+
+
+class OptionError(DboError, ValueError):
+    """An option is unknown, of the wrong type, or impossible beside another one."""
+
+
+class UnsupportedGraphError(DboError, ValueError):
+    """The captured graph has something that dbo_fx cannot schedule; the message names it."""
+
+
+class SoundnessError(DboError, ValueError):
+    """Splitting this batch would change results, or may: the message says which node and why."""
+
+
+class VerificationError(DboError, RuntimeError):
+    """A scheduled program breaks an ordering, lifetime or communication rule."""
+
+
+class CommunicationError(DboError, RuntimeError):
+    """A communication op was used against its transport's contract."""
+
+
+class AgreementError(DboError, RuntimeError):
+    """The ranks disagree, or one of them did not answer in time; the message names them."""

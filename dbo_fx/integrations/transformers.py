@@ -1,0 +1,329 @@
+"""Expert parallelism for Hugging Face MoE models, in ops that the compiler can schedule.
+
+`expert_parallel` keeps one slice of every expert tensor on this rank and plugs two functions into
+transformers' own registries: one that runs routed experts between the `dispatch` and `combine`
+ops, and one for attention that never builds a dense causal mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dbo_fx.comm  # noqa: F401 (registers torch.ops.dbo_fx)
+from dbo_fx.errors import DboError, OptionError, UnsupportedGraphError
+
+NAME = "dbo_fx"
+MINIMUM = (5, 17)
+GROUP = "dbo_fx_group"
+
+
+def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Share a model's routed experts among the ranks of a group, in place, for inference.
+
+    Every rank passes the same full model and feeds it batches of the same shape. Gradients are
+    turned off. The model gets a config of its own, so that another model built from the same
+    config object keeps its attention and experts functions.
+
+    Args:
+        model: A transformers model whose experts hold `gate_up_proj` [E, 2I, H] and `down_proj`
+            [E, H, I], such as DeepSeek-V3, Mixtral, Qwen3-MoE or GLM4-MoE.
+        group: The R ranks that share the experts. Default: all.
+
+    Returns:
+        The same model.
+
+    Raises:
+        DboError: transformers is missing, too old, or has moved what this module builds on; or
+            torch.distributed is not initialised.
+        OptionError: R does not divide E, or the experts are sharded already.
+        UnsupportedGraphError: The model has no such experts, or experts of another layout.
+    """
+    _register()
+    if not dist.is_initialized():
+        raise DboError(
+            "expert_parallel: torch.distributed is not initialised, so there are no ranks to share "
+            "the experts. Call torch.distributed.init_process_group first."
+        )
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    experts = dict(_experts(model))
+    if not experts:
+        raise UnsupportedGraphError(
+            f"expert_parallel: {type(model).__name__} has no module with three-dimensional "
+            "`gate_up_proj` and `down_proj` weights. Wanted a Mixture-of-Experts model whose "
+            "experts go through transformers' experts interface."
+        )
+    for name, module in experts.items():
+        _check(name, module, group.size())
+    for module in experts.values():
+        _shard(module, group)
+    _use_functions(model)
+    return model.requires_grad_(False)
+
+
+def _register() -> None:
+    """Put both functions into transformers' registries.
+
+    Raises:
+        DboError: transformers is missing, too old, or has moved its registries.
+    """
+    wanted = ".".join(map(str, MINIMUM))
+    try:
+        import transformers
+    except ImportError as error:
+        raise DboError(
+            f"dbo_fx.integrations.transformers needs transformers>={wanted}, which is not "
+            "installed. Run: pip install 'dbo-fx[hf]'"
+        ) from error
+    found = transformers.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < MINIMUM:
+        raise DboError(
+            f"dbo_fx.integrations.transformers needs transformers>={wanted}; found {found}. "
+            "Run: pip install --upgrade 'dbo-fx[hf]'"
+        )
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    except (ImportError, AttributeError) as error:
+        raise DboError(
+            f"transformers {found} has no ALL_EXPERTS_FUNCTIONS / ALL_ATTENTION_FUNCTIONS where "
+            "dbo_fx looks for them (transformers.integrations.moe, transformers.modeling_utils). "
+            "Install a version that dbo_fx was tested with: pip install 'transformers==5.19.*'"
+        ) from error
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        weights = [getattr(module, weight, None) for weight in ("gate_up_proj", "down_proj")]
+        if all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights):
+            yield name, module
+
+
+def _check(name: str, module: nn.Module, ranks: int) -> None:
+    """Refuse experts that `experts_forward` would compute wrongly.
+
+    Raises:
+        OptionError: R does not divide E, or the experts are sharded already.
+        UnsupportedGraphError: The layout is another one, or cannot be told.
+    """
+    if hasattr(module, GROUP):
+        raise OptionError(
+            f"expert_parallel: {name} is sharded already. Call expert_parallel once on each model."
+        )
+    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    for flag, value in wanted.items():
+        found = getattr(module, flag, None)
+        if found is not value:
+            raise UnsupportedGraphError(
+                f"expert_parallel: {name} ({type(module).__name__}) has {flag}={found}; wanted "
+                f"{value}. Only gated experts without bias, with gate_up_proj [E, 2I, H] "
+                "and down_proj [E, H, I], can be sharded."
+            )
+    experts = module.get_parameter("gate_up_proj").shape[0]
+    if experts % ranks:
+        raise OptionError(
+            f"expert_parallel: {name} has {experts} experts, which {ranks} ranks cannot share "
+            "evenly. Use a group whose size divides the number of experts."
+        )
+
+
+def _shard(module: nn.Module, group: dist.ProcessGroup) -> None:
+    local = module.get_parameter("gate_up_proj").shape[0] // group.size()
+    first = local * group.rank()
+    for name in ("gate_up_proj", "down_proj"):
+        weight = module.get_parameter(name)
+        kept = weight.detach()[first : first + local].clone()
+        setattr(module, name, nn.Parameter(kept, requires_grad=False))
+    # A buffer and not an int: ranks must trace the same graph, so it may hold no rank constant.
+    offset = torch.tensor(first, device=weight.device)
+    module.register_buffer("dbo_fx_first_expert", offset, persistent=False)
+    setattr(module, GROUP, str(group.group_name))
+
+
+def _use_functions(model: Any) -> None:
+    """Select both functions in a config that only this model has, and guard its arguments."""
+    old = model.config
+    if getattr(old, "sub_configs", None):
+        raise UnsupportedGraphError(
+            f"expert_parallel: {type(model).__name__} is made of several models "
+            f"({', '.join(old.sub_configs)}). Pass the text model with the experts alone."
+        )
+    new = copy.deepcopy(old)
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = new
+    new._experts_implementation = NAME
+    new._attn_implementation = NAME
+    model.base_model.register_forward_pre_hook(_check_arguments, with_kwargs=True)
+
+
+def experts_forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Run the routed experts of all ranks: dispatch, this rank's experts, combine.
+
+    Args:
+        module: The experts module, sharded by `expert_parallel`.
+        hidden: [T, H] this rank's tokens; T is the same on every rank.
+        ids: [T, K] the experts that each token chose, counted over all ranks.
+        weights: [T, K] the gate's weight of each choice.
+
+    Returns:
+        [T, H].
+    """
+    group = getattr(module, GROUP, None)
+    if group is None:
+        raise UnsupportedGraphError(
+            f"{type(module).__name__} uses the experts function '{NAME}' but is not sharded. Call "
+            "dbo_fx.integrations.transformers.expert_parallel(model) instead of setting the name."
+        )
+    rows, ids, weights = torch.ops.dbo_fx.dispatch(hidden, ids, weights, group)
+    local = module.gate_up_proj.shape[0]
+    ids = ids - module.dbo_fx_first_expert
+    # Choices that belong to another rank get the id one past the last local expert.
+    ids = torch.where((ids >= 0) & (ids < local), ids, local)
+    grouped = rows.is_cuda and rows.dtype == torch.bfloat16
+    y = (_grouped_experts if grouped else _dense_experts)(module, rows, ids, weights)
+    combined: Tensor = torch.ops.dbo_fx.combine(y, hidden.shape[0], group)
+    return combined
+
+
+def _dense_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Every local expert on every row, weighted by zero where the row did not choose it.
+
+    Args:
+        module: The experts module.
+        rows: [R*T, H].
+        ids: [R*T, K], E / R where the expert is not on this rank.
+        weights: [R*T, K].
+
+    Returns:
+        [R*T, H].
+    """
+    experts = torch.arange(module.gate_up_proj.shape[0], device=rows.device)
+    chosen = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == experts)).sum(1)
+    inner = module._apply_gate(torch.matmul(rows, module.gate_up_proj.transpose(1, 2)))
+    out = torch.matmul(inner, module.down_proj.transpose(1, 2))
+    y: Tensor = (out * chosen.t().unsqueeze(-1)).sum(0).to(rows.dtype)
+    return y
+
+
+def _grouped_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Rows sorted by expert through two grouped matmuls; arguments as for `_dense_experts`.
+
+    The shapes hold every choice of every row, so nothing depends on the routing. Choices of other
+    ranks' experts sort to the end, where the grouped matmul leaves the output unwritten.
+    """
+    top_k = ids.shape[1]
+    by_expert, order = torch.sort(ids.flatten(), stable=True)
+    experts = torch.arange(module.gate_up_proj.shape[0], device=rows.device)
+    ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+    inner = F.grouped_mm(rows[order // top_k], module.gate_up_proj.transpose(1, 2), offs=ends)
+    inner = module._apply_gate(inner)
+    out = F.grouped_mm(inner, module.down_proj.transpose(1, 2), offs=ends)
+    out = out * weights.flatten()[order].unsqueeze(-1)
+    out = torch.where((by_expert < experts.shape[0]).unsqueeze(-1), out, 0)
+    by_row = torch.unflatten(out[torch.argsort(order)], 0, (-1, top_k))
+    return by_row.sum(1).to(rows.dtype)
+
+
+def _check_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Pre-hook of the decoder: refuse masks, and tell the attention function where queries stand.
+
+    transformers drops the mask for an attention function that it does not know, so that padding
+    would be attended to without a word.
+
+    Raises:
+        UnsupportedGraphError: There is a mask that hides something, or may.
+    """
+    if len(args) > 1:
+        raise UnsupportedGraphError(
+            f"{type(module).__name__}: pass everything after input_ids by keyword, so that "
+            "dbo_fx's attention sees attention_mask, position_ids and past_key_values."
+        )
+    mask = kwargs.pop("attention_mask", None)
+    # A traced mask may hide something in a later call, so it is refused whatever it holds now.
+    if mask is not None and (torch.compiler.is_compiling() or mask.dim() != 2 or not mask.all()):
+        raise UnsupportedGraphError(
+            "dbo_fx's attention is causal and cannot hide padding, but attention_mask was given. "
+            "Leave attention_mask out; batch sequences of equal length, or pack them and pass "
+            "position_ids."
+        )
+    positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+    if cache is not None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = tokens if tokens is not None else kwargs["inputs_embeds"]
+        slots = torch.arange(tokens.shape[1], device=tokens.device) + cache.get_seq_length()
+        kwargs["dbo_fx_slots"] = slots.unsqueeze(0)
+        if positions is None:
+            kwargs["position_ids"] = kwargs["dbo_fx_slots"]
+    elif positions is not None:
+        jumps = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        kwargs["dbo_fx_sequences"] = jumps.cumsum(-1)
+    return args, kwargs
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    dbo_fx_slots: Tensor | None = None,
+    dbo_fx_sequences: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention; with a cache, each query sees the slots up to its own.
+
+    Args:
+        module: The attention module.
+        query: [B, heads, S, head].
+        key: [B, key heads, S or slots of the cache, head].
+        value: Like key.
+        attention_mask: Always None; masks are refused.
+        scaling: Factor of the scores.
+        dropout: Always 0.
+        dbo_fx_slots: [1, S] the cache slot of each query; None without a cache.
+        dbo_fx_sequences: [B, S] which packed sequence each token belongs to; None where rows are
+            single sequences.
+        **kwargs: What else transformers hands over.
+
+    Returns:
+        [B, S, heads, head], and None for the attention weights.
+
+    Raises:
+        UnsupportedGraphError: The model asks for dropout, a sliding window, sinks or soft-capping.
+    """
+    asked = {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+    asked |= {"attention_mask": attention_mask, "dropout": dropout or None}
+    if any(found is not None for found in asked.values()):
+        names = ", ".join(name for name, found in asked.items() if found is not None)
+        raise UnsupportedGraphError(
+            f"{type(module).__name__}: dbo_fx's attention is plain causal attention, but the model "
+            f"asks for {names}. Turn it off in the model's config, or call model.eval()."
+        )
+    mask = None
+    if dbo_fx_slots is not None or dbo_fx_sequences is not None:
+        slots = torch.arange(key.shape[2], device=key.device)
+    if dbo_fx_slots is not None:
+        mask = (slots <= dbo_fx_slots.unsqueeze(-1)).unsqueeze(1)
+    elif dbo_fx_sequences is not None:
+        same = dbo_fx_sequences.unsqueeze(-1) == dbo_fx_sequences.unsqueeze(-2)
+        mask = (same & (slots <= slots.unsqueeze(-1))).unsqueeze(1)
+    shared = query.shape[1] != key.shape[1]
+    y = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=shared
+    )
+    return y.transpose(1, 2).contiguous(), None

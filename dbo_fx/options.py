@@ -1,0 +1,117 @@
+"""The options of `torch.compile(model, backend="dbo_fx", options={...})`, validated by hand.
+
+torch passes options through as they are: an unknown key or a silly value must be caught here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dbo_fx import schedules
+from dbo_fx.errors import OptionError
+from dbo_fx.ir import Schedule
+
+CHOICES = {
+    "on_unsupported": ("raise", "fallback"),
+    "verify": ("numeric", "static"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to split and schedule.
+
+    Attributes:
+        schedule: Name of a shipped schedule, a path ending in `.dbo`, or an `ir.Schedule`.
+        num_microbatches: How many microbatches; None takes the schedule's own number (2 where the
+            schedule leaves it open).
+        split_dim: The dim of the marked inputs that is split; None takes the only marked one.
+        inner_backend: The torch.compile backend for graphs without MoE communication.
+        on_unsupported: `raise`, or `fallback`: log the reason once and use `inner_backend`.
+        verify: `static`: dependencies, streams, lifetimes, guards and ranges. `numeric`: these and,
+            on the first call, the split program against the unsplit graph on the real inputs.
+        dump_dir: Folder for the captured graph, the program and readable Python; None writes nothing.
+        agree_timeout_s: How long to wait for the other ranks' program hash after a compile, seconds.
+    """
+
+    schedule: str | Schedule = "mlp_shared_overlap"
+    num_microbatches: int | None = None
+    split_dim: int | None = None
+    inner_backend: str = "inductor"
+    on_unsupported: str = "raise"
+    verify: str = "numeric"
+    dump_dir: str | None = None
+    agree_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Validate every value.
+
+        Raises:
+            OptionError: names the key, the value and what is allowed.
+        """
+        if not isinstance(self.schedule, str | Schedule):
+            raise _bad("schedule", self.schedule, "a name, a path ending in .dbo, or a Schedule")
+        _check_int("num_microbatches", self.num_microbatches, 1)
+        _check_int("split_dim", self.split_dim, 0)
+        for key, allowed in CHOICES.items():
+            if getattr(self, key) not in allowed:
+                raise _bad(key, getattr(self, key), " or ".join(map(repr, allowed)))
+        if not isinstance(self.inner_backend, str) or self.inner_backend == "dbo_fx":
+            raise _bad("inner_backend", self.inner_backend, "the name of another backend")
+        if self.dump_dir is not None and not isinstance(self.dump_dir, str | os.PathLike):
+            raise _bad("dump_dir", self.dump_dir, "a path or None")
+        timeout = self.agree_timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise _bad("agree_timeout_s", timeout, "a positive number of seconds")
+        own = self.resolved_schedule().num_microbatches
+        if own is not None and self.num_microbatches not in (None, own):
+            raise OptionError(
+                f"num_microbatches={self.num_microbatches} does not fit schedule "
+                f"{self.resolved_schedule().name!r}, which is written for {own}. "
+                "Leave num_microbatches out, or choose a schedule with label i (sequential)."
+            )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options from a user's mapping.
+
+        Raises:
+            OptionError: unknown key, wrong type, or a combination that cannot work.
+        """
+        given = dict(options or {})
+        known = [f.name for f in fields(cls)]
+        for key in given:
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, 1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise OptionError(f"unknown option {key!r}.{hint} Known: {', '.join(known)}.")
+        return cls(**given)
+
+    def resolved_schedule(self) -> Schedule:
+        """The schedule itself.
+
+        Raises:
+            ScheduleError: no such name or file, or its text is wrong.
+        """
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        return schedules.load(self.schedule)
+
+    def microbatches(self) -> int:
+        """How many microbatches the program will have."""
+        return self.num_microbatches or self.resolved_schedule().num_microbatches or 2
+
+
+def _bad(key: str, value: object, wanted: str) -> OptionError:
+    return OptionError(f"option {key}={value!r} is not allowed: want {wanted}.")
+
+
+def _check_int(key: str, value: object, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _bad(key, value, f"an integer >= {least}, or None")

@@ -1,0 +1,82 @@
+"""What an emitted module calls while it runs: streams, events, and a trace of both on CPU.
+
+Python order is the schedule. On CUDA every event is a real event and `comm` a real stream; the compute
+stream is the one that is current when the call starts, so a Full CUDA graph captures the whole call.
+On CPU there are no streams: everything runs in program order, and the trace says which order a device
+would have been told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dbo_fx.ir import COMM, COMP
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One thing that happened: `kind` is `use`, `record` or `wait`."""
+
+    kind: str
+    stream: str
+    event: int | None = None
+
+    def __str__(self) -> str:
+        """`comm wait e3`."""
+        return f"{self.stream} {self.kind}" + ("" if self.event is None else f" e{self.event}")
+
+
+class Runtime(torch.nn.Module):
+    """Streams and events of one emitted module.
+
+    Args:
+        device: Where the module's tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create no stream yet: that happens on first use, on the device of the rank."""
+        super().__init__()
+        self.device = device
+        self.trace: list[TraceEntry] = []
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._events: dict[int, torch.cuda.Event] = {}
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether streams and events are real."""
+        return self.device.type == "cuda"
+
+    def begin(self) -> None:
+        """Start a call: the current stream becomes the compute stream."""
+        self.trace.clear()
+        if self.is_cuda:
+            self._streams[COMP] = torch.cuda.current_stream(self.device)
+            if COMM not in self._streams:
+                self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)
+
+    def use(self, stream: str) -> None:
+        """Launch what follows on this stream."""
+        self.trace.append(TraceEntry("use", stream))
+        if self.is_cuda:
+            torch.cuda.set_stream(self._streams[stream])
+
+    def record(self, event: int, stream: str) -> None:
+        """Record an event on a stream."""
+        self.trace.append(TraceEntry("record", stream, event))
+        if self.is_cuda:
+            if event not in self._events:
+                self._events[event] = torch.cuda.Event()
+            self._events[event].record(self._streams[stream])
+
+    def wait(self, event: int, stream: str) -> None:
+        """Let a stream wait for an event."""
+        self.trace.append(TraceEntry("wait", stream, event))
+        if self.is_cuda:
+            self._streams[stream].wait_event(self._events[event])
+
+    def abandon(self) -> None:
+        """Return to the compute stream after a call that raised half-way."""
+        if self.is_cuda and COMP in self._streams:
+            torch.cuda.set_stream(self._streams[COMP])

@@ -1,0 +1,102 @@
+"""The one place that reads symbolic sizes and fake tensors, most of which is private API of torch.
+
+`tests/test_torch_adapters.py` fails loudly when one of these moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import preserve_node_meta
+
+__all__ = [
+    "FakeTensorMode",
+    "SizeRules",
+    "coefficient",
+    "enable_python_dispatcher",
+    "expression",
+    "fake_mode_of",
+    "free_symbols",
+    "make_fx",
+    "preserve_node_meta",
+    "same_storage_key",
+    "size_rules",
+    "symint",
+]
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """The size as a sympy expression, with replacements (specialisations) applied."""
+    if isinstance(size, torch.SymInt):
+        expr: sympy.Expr = size.node.expr
+        return expr
+    return sympy.Integer(int(size))
+
+
+def free_symbols(value: Any) -> set[sympy.Symbol]:
+    """All size symbols in the shape of a tensor, or in a symbolic number; empty for the rest."""
+    if isinstance(value, torch.Tensor):
+        return {s for size in value.shape for s in free_symbols(size)}
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set(value.node.expr.free_symbols)
+    if isinstance(value, tuple | list):
+        return {s for item in value for s in free_symbols(item)}
+    return set()
+
+
+def coefficient(size: int | torch.SymInt, symbol: sympy.Symbol) -> int | None:
+    """`c` if the size is exactly `c * symbol`, else None."""
+    ratio = sympy.simplify(expression(size) / symbol)
+    return int(ratio) if ratio.is_Integer else None
+
+
+def symint(expr: sympy.Expr, like: torch.SymInt) -> torch.SymInt | int:
+    """A symbolic size with this expression, in the shape environment of `like`."""
+    result: torch.SymInt | int = like.node.shape_env.create_symintnode(expr, hint=None)
+    return result
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode | None:
+    """The mode a fake tensor belongs to; None for anything else."""
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def same_storage_key(tensor: torch.Tensor) -> int:
+    """A key equal for two fake tensors exactly when they share storage (while both are alive)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRules:
+    """What tracing assumed about one size symbol: a closed range and the guards it recorded."""
+
+    symbol: sympy.Symbol
+    lower: int
+    upper: int | None
+    guards: tuple[sympy.Basic, ...]
+
+    def broken_by(self, size: int) -> str | None:
+        """The first assumption that does not hold when the symbol has this value, or None."""
+        if size < self.lower or (self.upper is not None and size > self.upper):
+            upper = "inf" if self.upper is None else str(self.upper)
+            return f"{self.symbol} in [{self.lower}, {upper}]"
+        for guard in self.guards:
+            truth = guard.subs({self.symbol: size})
+            if truth == sympy.false:
+                return str(guard)
+        return None
+
+
+def size_rules(shape_env: ShapeEnv, symbol: sympy.Symbol) -> SizeRules:
+    """Range and guards of `symbol` as recorded so far. Guards on other symbols alone are left out."""
+    bounds = shape_env.var_to_range[symbol]
+    upper = None if not bounds.upper.is_finite or bounds.upper >= 2**48 else int(bounds.upper)
+    guards = tuple(g.expr for g in shape_env.guards if symbol in g.expr.free_symbols)
+    return SizeRules(symbol, int(bounds.lower), upper, guards)

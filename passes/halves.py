@@ -1,0 +1,123 @@
+"""Replace every dispatch and combine by buffers, a send and a recv.
+
+needs:    the microbatched graph, each communication still in one piece
+ensures:  send directly followed by recv; the buffers are allocated by a node of their own on the compute
+          stream; `state.dependencies` lists what must run before what from here on
+before -> after: `rx, ri, rw = dispatch(x, ids, w)` ->
+                 `b = comm_buffers([x, ids, w]); dispatch_send([x, ids, w], b); dispatch_recv(b); rx = b[0]`
+
+Allocating on the compute stream, before the event that the communication stream waits for, makes the
+buffers safe to reuse without `record_stream`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from dbo_fx.capture import value_of
+from dbo_fx.communication import Communication, Launch
+from dbo_fx.effects import Access, Key
+from dbo_fx.ir import Half, Phase
+from dbo_fx.pipeline import State
+from dbo_fx.tag import Tag, set_tag
+
+BUFFERS = torch.ops.dbo_fx.comm_buffers.default
+OPS: dict[tuple[Phase, Half], Any] = {
+    (Phase.D, Half.SEND): torch.ops.dbo_fx.dispatch_send.default,
+    (Phase.D, Half.RECV): torch.ops.dbo_fx.dispatch_recv.default,
+    (Phase.C, Half.SEND): torch.ops.dbo_fx.combine_send.default,
+    (Phase.C, Half.RECV): torch.ops.dbo_fx.combine_recv.default,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """See the module's contract."""
+
+    name: str = "halves"
+
+    def apply(self, state: State) -> tuple[State, str]:
+        """Split every copy of every communication; the graph is changed in place."""
+        for m in range(state.microbatches):
+            for comm in state.communications:
+                _split(state, comm, m)
+        state.graph.lint()
+        dependencies = tuple(state.effects.dependencies(state.graph.nodes))
+        text = (
+            f"{len(state.communications) * state.microbatches} communications in two halves; "
+            f"{len(dependencies)} dependencies"
+        )
+        return replace(state, dependencies=dependencies), text
+
+
+def _split(state: State, comm: Communication, m: int) -> None:
+    for index, launch in enumerate(comm.launches):
+        _split_launch(state, comm, launch, m, slot=m + index * state.microbatches)
+
+
+def _split_launch(state: State, comm: Communication, launch: Launch, m: int, slot: int) -> None:
+    graph, effects, env = state.graph, state.effects, state.copies[m]
+    inputs = [env[n] for n in launch.inputs]
+    tag = Tag("comm", comm.phase, comm.layer, m)
+    stem = f"{comm.phase.value}_m{m}_l{comm.layer}"
+    landing = [_landing_keys(state, launch, i, m) for i in range(len(inputs))]
+    sent = frozenset(k for n in inputs for k in effects.of(n).results)
+    arrived = frozenset(k for keys in landing for k in keys)
+
+    def call(function: Any, args: tuple[Any, ...], half: Half, name: str, access: Access) -> Node:
+        node = graph.call_function(function, args)
+        node.name = f"{stem}_{name}" + (f"_{slot}" if slot != m else "")
+        node.meta.update(val=None, stack_trace=launch.node.meta.get("stack_trace"))
+        set_tag(node, replace(tag, half=half))
+        effects.access[node] = access
+        return node
+
+    old = env[launch.node]
+    with graph.inserting_before(old):
+        args = (inputs, launch.collective, launch.group)
+        buffers = call(BUFFERS, args, Half.SEND, "buffers", Access(results=arrived))
+        buffers.meta["val"] = [_value(launch, i) for i in range(len(inputs))]
+        args = (inputs, buffers, launch.collective, launch.group, slot)
+        access = Access(sent, arrived)
+        call(OPS[comm.phase, Half.SEND], args, Half.SEND, "send", access)
+        args = (buffers, launch.group, slot)
+        call(OPS[comm.phase, Half.RECV], args, Half.RECV, "recv", Access(arrived, arrived))
+        for i, results in enumerate(launch.results):
+            for result in results:
+                access = Access(results=landing[i])
+                item = call(operator.getitem, (buffers, i), Half.RECV, f"out{i}", access)
+                item.meta["val"] = value_of(result)
+                env[result].replace_all_uses_with(item)
+                if result is not launch.node:
+                    _erase(state, env[result])
+                env[result] = item
+    if not old.users:
+        _erase(state, old)
+
+
+def _erase(state: State, node: Node) -> None:
+    state.graph.erase_node(node)
+    state.effects.access.pop(node, None)
+
+
+def _landing_keys(state: State, launch: Launch, index: int, m: int) -> frozenset[Key]:
+    """The storages that stand for what arrives: those of the results, so that readers depend on it."""
+    copies = [state.copies[m][n] for n in launch.results[index]]
+    keys = [state.effects.of(c).results for c in copies]
+    own = frozenset[Key]({("landing", launch.node.name, index, m)})
+    return own.union(*keys)
+
+
+def _value(launch: Launch, index: int) -> Any:
+    """The fake tensor that arrives; where no result is used, its shape does not matter."""
+    results = launch.results[index]
+    value = value_of(results[0]) if results else None
+    if value is None:
+        values = value_of(launch.node)
+        value = values[index] if isinstance(values, tuple | list) else values
+    return value

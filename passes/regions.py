@@ -1,0 +1,377 @@
+"""Tag every node with its layer and phase, from the communication structure alone.
+
+needs:    a normalized graph and its effects
+ensures:  every call has a `Tag`: `size`, `shared` (depends on no token), `comm`, or `compute` with the
+          phase A0, A1, MLP, S or TAIL of its layer; `state.communications` has two per layer
+before -> after: nothing moves; nodes are only tagged
+
+Terms. Time is cut by the communications into slots: A of layer k is slot 4k, its MLP 4k+2, the TAIL
+4L. A node's *earliest* slot follows from what it needs, its *latest* from what needs it. Most nodes
+have no choice. The shared expert has: it could run any time between its layer's attention and the
+next layer. It becomes S if it follows its layer's attention core; all else goes as late as possible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from dbo_fx.capture import is_size_value, value_of, where
+from dbo_fx.communication import (
+    PHASES,
+    Communication,
+    is_communication,
+    is_launch,
+    launch_of,
+)
+from dbo_fx.effects import Effects
+from dbo_fx.errors import UnsupportedGraphError
+from dbo_fx.ir import Phase
+from dbo_fx.pipeline import State
+from dbo_fx.symbols import free_symbols
+from dbo_fx.tag import Tag, set_tag, tag_of
+
+ATTENTION_NAMES = ("scaled_dot_product", "attention", "flash_attn")
+MATMULS = ("matmul", "bmm", "baddbmm")
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """See the module's contract."""
+
+    name: str = "regions"
+
+    def apply(self, state: State) -> tuple[State, str]:
+        """Tag the nodes of `graph` and fill `communications` and `layers`.
+
+        Raises:
+            UnsupportedGraphError: communication that is no dispatch / combine pair.
+        """
+        tagger = _Tagger(state)
+        communications = tagger.communications
+        layers = len(communications) // 2
+        tagger.tag_all()
+        counts = Counter(
+            t.phase.value for n in state.graph.nodes if (t := tag_of(n)) and t.phase is not None
+        )
+        shared = sum(1 for n in state.graph.nodes if is_shared(n))
+        text = (
+            f"{layers} MoE layers; nodes "
+            + ", ".join(f"{p.value} {counts[p.value]}" for p in Phase)
+            + f"; {shared} shared by the microbatches"
+        )
+        return replace(state, communications=communications, layers=layers), text
+
+
+def is_shared(node: Node) -> bool:
+    """Whether one copy of the node serves all microbatches."""
+    tag = tag_of(node)
+    return tag is not None and tag.role == "shared"
+
+
+def predecessors(graph: Graph, effects: Effects) -> dict[Node, list[Node]]:
+    """What every node needs, through values and through storages."""
+    needs: dict[Node, list[Node]] = {n: [] for n in graph.nodes}
+    for dependency in effects.dependencies(graph.nodes):
+        needs[dependency.after].append(dependency.before)
+    return needs
+
+
+def find_communications(graph: Graph, needs: dict[Node, list[Node]]) -> tuple[Communication, ...]:
+    """Group the launches into dispatches and combines.
+
+    A launch's level is the length of the longest chain of launches before it. What has the same level
+    travels together. Even levels dispatch, odd levels combine.
+
+    Raises:
+        UnsupportedGraphError: a collective that fits neither, or an unmatched dispatch.
+    """
+    level: dict[Node, int] = {}
+    groups: defaultdict[int, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        level[node] = max((level[p] for p in needs[node]), default=0)
+        if is_launch(node):
+            groups[level[node]].append(node)
+            level[node] += 1
+        elif is_communication(node) and node.target not in _WAITS:
+            raise UnsupportedGraphError(
+                f"{where(node)} communicates, but is neither dispatch nor combine (all-gather, "
+                "all-to-all, reduce-scatter with their waits, or dbo_fx.dispatch / combine). "
+                "Tensor parallelism inside the split region is not supported yet."
+            )
+    found = []
+    for index in sorted(groups):
+        phase = Phase.C if index % 2 else Phase.D
+        for node in groups[index]:
+            if phase not in PHASES[node.target]:
+                raise UnsupportedGraphError(
+                    f"{where(node)} would be the {phase.value} of MoE layer {index // 2} (dispatches "
+                    "and combines must alternate), but it cannot be one. Check that every layer has "
+                    "one dispatch and one combine inside this graph, with no graph break between."
+                )
+        launches = tuple(launch_of(node) for node in groups[index])
+        found.append(Communication(phase, index // 2, launches))
+    if len(found) % 2:
+        raise UnsupportedGraphError(
+            f"{found[-1]}: the last dispatch has no combine in this graph. A graph break between "
+            "them cuts the layer: compile with fullgraph=True to see where."
+        )
+    return tuple(found)
+
+
+_WAITS = (torch.ops._c10d_functional.wait_tensor.default,)
+
+
+class _Tagger:
+    def __init__(self, state: State) -> None:
+        self.graph = state.graph
+        self.effects = state.effects
+        self.symbol = state.captured.symbol
+        self.needs = predecessors(state.graph, state.effects)
+        self.communications = find_communications(state.graph, self.needs)
+        self.layers = len(self.communications) // 2
+        self.comm_of = {n: c for c in self.communications for n in c.nodes}
+        self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
+        self.position = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.users: dict[Node, list[Node]] = {n: [] for n in self.graph.nodes}
+        for node, before in self.needs.items():
+            for p in before:
+                self.users[p].append(node)
+
+    def tag_all(self) -> None:
+        for node in self.nodes:
+            if node in self.comm_of:
+                comm = self.comm_of[node]
+                set_tag(node, Tag("comm", comm.phase, comm.layer))
+        self._tag_sizes()
+        self._tag_shared()
+        self.earliest = self._earliest()
+        self.latest = self._latest()
+        self._tag_compute()
+        self._tag_late_writes()
+
+    def _untagged(self) -> list[Node]:
+        return [n for n in self.nodes if tag_of(n) is None]
+
+    def _tag_sizes(self) -> None:
+        """Size arithmetic over other symbols than the split one, and asserts about sizes."""
+        for node in self._untagged():
+            tensors = [p for p in node.all_input_nodes if isinstance(value_of(p), torch.Tensor)]
+            if not tensors and (is_size_value(value_of(node)) or _is_size_assert(node)):
+                set_tag(node, Tag("size"))
+
+    def _tag_shared(self) -> None:
+        """Nodes that no token reaches: masks, rope tables, views and casts of weights.
+
+        What touches a storage that a token reaches, or a written input, is not shared: the later
+        microbatch must see what the earlier one wrote, in buffers of its own.
+        """
+        free = {n for n in self.graph.nodes if n.op == "get_attr" or self._is_token_free_input(n)}
+        barred = self.effects.mutated_live_in()
+        candidates = self._untagged()
+        while True:
+            shared = set(free)
+            for node in candidates:
+                access = self.effects.of(node)
+                touched = access.reads | access.writes | access.results
+                if not touched & barred and all(p in shared for p in self.needs[node]):
+                    shared.add(node)
+            outside = [n for n in candidates if n not in shared]
+            spoiled = {k for n in outside for k in self.effects.of(n).writes}
+            if spoiled <= barred:
+                break
+            barred |= spoiled
+        for node in candidates:
+            if node in shared:
+                set_tag(node, Tag("shared"))
+
+    def _is_token_free_input(self, node: Node) -> bool:
+        return node.op == "placeholder" and self.symbol not in free_symbols(value_of(node))
+
+    def _earliest(self) -> dict[Node, int]:
+        slot: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            slot[node] = max((self._after(p, slot[p]) for p in self.needs[node]), default=0)
+        return slot
+
+    def _after(self, node: Node, slot: int) -> int:
+        comm = self.comm_of.get(node)
+        if comm is None:
+            return slot
+        return 4 * comm.layer + (2 if comm.phase is Phase.D else 4)
+
+    def _latest(self) -> dict[Node, int]:
+        slot: dict[Node, int] = {}
+        for node in reversed(list(self.graph.nodes)):
+            users = [self._before(u, slot[u]) for u in self.users[node] if u in slot]
+            if node.op == "output":
+                slot[node] = 4 * self.layers
+            elif users:
+                slot[node] = min(users)
+            else:  # An unread write to an input, or an assert: as early as it can.
+                slot[node] = self.earliest[node]
+        return slot
+
+    def _before(self, node: Node, slot: int) -> int:
+        comm = self.comm_of.get(node)
+        if comm is None:
+            return slot
+        return 4 * comm.layer + (0 if comm.phase is Phase.D else 2)
+
+    def _tag_compute(self) -> None:
+        flexible = []
+        for node in self._untagged():
+            early, late = self.earliest[node], self.latest[node]
+            assert early <= late, f"{node.name} must run after slot {early} and before {late}"
+            layer = late // 4
+            if late % 4 == 2:
+                set_tag(node, Tag("compute", Phase.MLP, layer))
+            elif early == late or early % 4 == 2:
+                set_tag(node, Tag("compute", Phase.A0, layer))
+            else:
+                flexible.append(node)
+        follows = self._attention_layer(self._last_cores())
+        for node in flexible:
+            layer = self.earliest[node] // 4
+            if follows[node] == layer:
+                set_tag(node, Tag("compute", Phase.S, layer))
+            else:
+                set_tag(node, Tag("compute", Phase.A0, self.latest[node] // 4))
+        self._split_attention()
+
+    def _last_cores(self) -> dict[int, Node]:
+        """The last attention core among the nodes that must run in each layer's A."""
+        last = {}
+        for node in self.nodes:
+            tag = tag_of(node)
+            if tag is not None and tag.phase is Phase.A0 and is_attention_core(node):
+                last[tag.layer or 0] = node
+        return last
+
+    def _attention_layer(self, cores: dict[int, Node]) -> dict[Node, int]:
+        """The last layer whose attention core each node follows; layers without one always count."""
+        layer_of = {node: layer for layer, node in cores.items()}
+        follows: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            own = layer_of.get(node, -1)
+            follows[node] = max((follows[p] for p in self.needs[node]), default=-1)
+            follows[node] = max(follows[node], own)
+            slot = self.earliest[node]
+            if slot % 4 == 0 and slot // 4 not in cores and node.op == "call_function":
+                follows[node] = max(follows[node], slot // 4)
+        return follows
+
+    def _split_attention(self) -> None:
+        """A0 is what the layer's last attention core needs; A1 is the core and the rest of A."""
+        members: defaultdict[int, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            tag = tag_of(node)
+            if tag is not None and tag.phase is Phase.A0:
+                members[tag.layer or 0].append(node)
+        for layer, nodes in members.items():
+            if layer == self.layers:
+                for node in nodes:
+                    set_tag(node, Tag("compute", Phase.TAIL, None))
+                continue
+            cores = [n for n in nodes if is_attention_core(n)]
+            if not cores:
+                continue
+            before = self._ancestors(cores[-1], set(nodes))
+            for node in nodes:
+                phase = Phase.A0 if node in before else Phase.A1
+                set_tag(node, Tag("compute", phase, layer))
+
+    def _ancestors(self, node: Node, inside: set[Node]) -> set[Node]:
+        found: set[Node] = set()
+        todo = [node]
+        while todo:
+            for p in self.needs[todo.pop()]:
+                if p in inside and p not in found:
+                    found.add(p)
+                    todo.append(p)
+        return found
+
+    def _tag_late_writes(self) -> None:
+        """An unread write to an input (a position counter) joins the phase of its last predecessor."""
+        for node in self.nodes:
+            tag = tag_of(node)
+            if tag is None or tag.role != "compute" or self.users[node]:
+                continue
+            if not self.effects.of(node).writes & self.effects.live_in:
+                continue
+            phases = [t for p in self.needs[node] if (t := tag_of(p)) and t.role == "compute"]
+            if phases:
+                set_tag(node, max(phases, key=_rank))
+
+
+def _rank(tag: Tag) -> tuple[int, int]:
+    order = list(Phase)
+    layer = tag.layer if tag.layer is not None else 1 << 30
+    assert tag.phase is not None
+    return layer, order.index(tag.phase)
+
+
+def _is_size_assert(node: Node) -> bool:
+    return node.target is torch.ops.aten._assert_scalar.default
+
+
+def is_attention_core(node: Node) -> bool:
+    """A fused attention op, or the softmax between two matmuls of an attention in plain ops."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name.split("::")[1]
+    if any(part in name for part in ATTENTION_NAMES):
+        return True
+    return name in ("softmax", "_softmax") and _feeds_matmul(node) and _comes_from_matmul(node)
+
+
+def _named(node: Node, names: Iterable[str]) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        target._schema.name.split("::")[1] in names
+    )
+
+
+def _feeds_matmul(node: Node) -> bool:
+    return any(_named(n, MATMULS) for n in _walk(node, forward=True))
+
+
+def _comes_from_matmul(node: Node) -> bool:
+    return any(_named(n, MATMULS) for n in _walk(node, forward=False))
+
+
+CHEAP = ("to", "mul", "div", "add", "dropout", "view", "reshape", "expand", "masked_fill", "where")
+
+
+def _walk(node: Node, *, forward: bool) -> set[Node]:
+    """Nodes reachable through casts, scaling, masking and views, and the first op behind them."""
+    found: set[Node] = set()
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        if here is not node and not _named(here, CHEAP):
+            continue
+        for other in here.users if forward else here.all_input_nodes:
+            if other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def communicating_groups(graph: Graph) -> set[str]:
+    """Names of the process groups over which a Dynamo graph communicates, in any form."""
+    found = set()
+    for node in graph.nodes:
+        target = node.target
+        name = target.__class__.__name__ if node.op == "call_function" else ""
+        if name not in ("OpOverload", "OpOverloadPacket"):
+            continue
+        qualified = str(target._qualified_op_name if name == "OpOverloadPacket" else target.name())
+        if qualified.split("::")[0] in ("_c10d_functional", "dbo_fx", "c10d"):
+            strings = [a for a in node.args if isinstance(a, str)]
+            found |= {strings[-1]} if strings else set()
+    return found

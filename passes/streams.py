@@ -1,0 +1,153 @@
+"""Give every node a stream, and every cross-stream dependency an event.
+
+needs:    an ordered graph with dependencies
+ensures:  sends on the comm stream, all else on the compute stream; a record behind the last needed node
+          and a wait before the needing one, none of them redundant; inputs and buffers of every
+          communication kept alive on the compute stream until behind its recv; `state.program` is bound
+before -> after: `send; ...; recv` -> `record e0; wait e0 (comm); send (comm); record e1 (comm); ...; wait e1; recv;
+                 keepalive`
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from dbo_fx import sync
+from dbo_fx.effects import Dependency
+from dbo_fx.ir import COMM, COMP, Half, Keepalive, Merge, Program, Record, Run, Step, Wait
+from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.schedule import action_of
+from dbo_fx.pipeline import State
+from dbo_fx.tag import Tag, retag, set_tag, tag_of
+
+SENDS = {op for (_, half), op in OPS.items() if half is Half.SEND}
+RECVS = {op for (_, half), op in OPS.items() if half is Half.RECV}
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """See the module's contract.
+
+    Attributes:
+        schedule: Name for the program's header.
+        transport: Name for the program's header.
+    """
+
+    schedule: str
+    transport: str
+    name: str = "streams"
+
+    def apply(self, state: State) -> tuple[State, str]:
+        """Insert the markers in place and fill `program`."""
+        for node in state.graph.nodes:
+            if node.op == "call_function":
+                retag(node, stream=COMM if node.target in SENDS else COMP)
+        events = _Events(state)
+        events.insert()
+        kept = _keep_alive(state)
+        state.graph.lint()
+        program = bound_program(state, self.schedule, self.transport)
+        text = f"{events.count} events, {kept} keepalives, {len(program.steps)} steps"
+        return replace(state, program=program), text
+
+
+def stream_of(node: Node) -> str:
+    """The stream a node runs on."""
+    tag = tag_of(node)
+    return COMP if tag is None or tag.stream is None else tag.stream
+
+
+@dataclass
+class _Events:
+    state: State
+    count: int = 0
+    known: defaultdict[tuple[str, str], int] = field(
+        default_factory=lambda: defaultdict(lambda: -1)
+    )
+
+    def insert(self) -> None:
+        nodes = list(self.state.graph.nodes)
+        position = {n: i for i, n in enumerate(nodes)}
+        last = self._last_of_action(nodes)
+        needs: defaultdict[Node, list[Dependency]] = defaultdict(list)
+        for dependency in self.state.dependencies:
+            if stream_of(dependency.before) != stream_of(dependency.after):
+                needs[dependency.after].append(dependency)
+        for node in nodes:
+            befores = [last.get(_slot(d.before), d.before) for d in needs[node]]
+            befores = [b for b in befores if b.op not in ("placeholder", "get_attr")]
+            if befores:
+                self._sync(max(befores, key=position.__getitem__), node, position)
+
+    def _last_of_action(self, nodes: list[Node]) -> dict[Any, Node]:
+        """The last send of every send action: one event covers all its launches."""
+        return {_slot(n): n for n in nodes if n.target in SENDS}
+
+    def _sync(self, before: Node, after: Node, position: dict[Node, int]) -> None:
+        key = (stream_of(after), stream_of(before))
+        if self.known[key] >= position[before]:
+            return
+        self.known[key] = position[before]
+        graph, event = self.state.graph, self.count
+        self.count += 1
+        with graph.inserting_after(before):
+            self._marker(graph.call_function(sync.record, (event, key[1])), key[1])
+        with graph.inserting_before(after):
+            self._marker(graph.call_function(sync.wait, (event, key[0])), key[0])
+
+    def _marker(self, node: Node, stream: str) -> None:
+        set_tag(node, Tag("sync", stream=stream))
+
+
+def _slot(node: Node) -> Any:
+    return action_of(node) if node.target in SENDS else None
+
+
+def _keep_alive(state: State) -> int:
+    """Behind the recv of every communication, name its inputs and buffers once more."""
+    sends: defaultdict[Any, list[Node]] = defaultdict(list)
+    last_recv: dict[Any, Node] = {}
+    for node in state.graph.nodes:
+        action = action_of(node)
+        if node.target in SENDS and action is not None:
+            sends[action.communication].append(node)
+        elif action is not None and action.half is Half.RECV:
+            last_recv[action.communication] = node
+    for communication, recv in last_recv.items():
+        held = [a for n in sends[communication] for a in tree_leaves(n.args) if isinstance(a, Node)]
+        with state.graph.inserting_after(recv):
+            node = state.graph.call_function(sync.keepalive, tuple(dict.fromkeys(held)))
+        tag = tag_of(recv)
+        assert tag is not None
+        set_tag(node, replace(tag, role="sync"))
+    return len(last_recv)
+
+
+def bound_program(state: State, schedule: str, transport: str) -> Program:
+    """Read the program off the graph, which is the one place that says what runs."""
+    steps: list[Step] = []
+    for node in state.graph.nodes:
+        step = _step(node)
+        if step is not None and (not steps or steps[-1] != step):
+            steps.append(step)
+    return Program(schedule, state.microbatches, state.layers, transport, tuple(steps))
+
+
+def _step(node: Node) -> Step | None:
+    tag, action = tag_of(node), action_of(node)
+    if tag is None or node.target is BUFFERS:
+        return None
+    if node.target is sync.record:
+        return Record(stream_of(node), node.args[0])  # type: ignore[arg-type]
+    if node.target is sync.wait:
+        return Wait(stream_of(node), node.args[0])  # type: ignore[arg-type]
+    if action is not None and node.target is sync.keepalive:
+        return Keepalive(stream_of(node), action.communication)
+    if action is not None:
+        return Run(stream_of(node), action)
+    return Merge(stream_of(node)) if tag.role == "merge" else None

@@ -70,7 +70,7 @@ class CapturedGraph:
         return self.module.graph
 
     def __str__(self) -> str:
-        """One line per fact, then nothing: the graph itself prints with `.module.print_readable()`."""
+        """One line per fact; the graph itself prints with `.module.print_readable()`."""
         inputs = ", ".join(f"{t.name} dim {t.dim}" for t in self.token_inputs)
         calls = sum(n.op == "call_function" for n in self.graph.nodes)
         upper = "inf" if self.rules.upper is None else self.rules.upper
@@ -87,12 +87,12 @@ class CapturedGraph:
 
 
 def value_of(node: Node) -> Any:
-    """What tracing saw for a node: a fake tensor, a symbolic or plain number, or a tuple of these."""
+    """What tracing saw for a node: a fake tensor, a symbolic or plain number, or a tuple."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 
 def where(node: Node) -> str:
-    """`name (op) at file:line`, for error messages; the line is the model's own where it is known."""
+    """`name (op) at file:line` for messages; the line is the model's own where it is known."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     place = f" at {lines[-1]}" if lines else ""
@@ -123,6 +123,7 @@ def from_dynamo(gm: GraphModule, split_dim: int | None = None) -> CapturedGraph:
     _refuse_data_dependent(module, symbol)
     module.graph.lint()
     module.recompile()
+    assert fake_mode.shape_env is not None
     return CapturedGraph(
         module=module,
         dynamo=gm,
@@ -218,7 +219,7 @@ def _refuse_specialised(placeholders: Iterable[Node]) -> None:
                 raise UnsupportedGraphError(
                     f"dim {dim} of input {node.name} is marked dynamic, but the model fixed it to "
                     f"{size}: some op needs exactly that size (a baked-in shape, a branch on the "
-                    "batch size). Find it with TORCH_LOGS=dynamic, and make it read x.shape instead."
+                    "batch size). Find it with TORCH_LOGS=dynamic; make it read x.shape instead."
                 )
 
 
@@ -265,11 +266,29 @@ def _to_aten(
         new.name = new.target = old.name
         new.meta.setdefault("val", value_of(old))
     assert isinstance(module, GraphModule)
+    _adopt_constants(module, fake_mode)
     return module
 
 
+def _adopt_constants(module: GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Give constants values of the graph's own fake mode; make_fx takes another one for them."""
+    values: dict[str, torch.Tensor] = {}
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name = str(node.target)
+        if name not in values:
+            # Not from_tensor: it would give a copy of the constant the storage of the constant.
+            real = getattr(module, name)
+            with fake_mode:
+                values[name] = torch.empty_strided(
+                    real.shape, real.stride(), dtype=real.dtype, device=real.device
+                )
+        node.meta["val"] = values[name]
+
+
 def _strip_modes(module: GraphModule) -> None:
-    """Grad mode is off throughout, a disabled autocast changes nothing, metadata asserts are static."""
+    """Grad mode is off throughout, disabled autocast changes nothing, metadata is static."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UnsupportedGraphError(
             "autocast is active around the model: segments would run without it. Cast the model "

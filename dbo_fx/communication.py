@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -18,7 +19,7 @@ from dbo_fx.capture import value_of, where
 from dbo_fx.comm import groups
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
-from dbo_fx.symbols import expression
+from dbo_fx.symbols import are_equal_parts
 
 DISPATCH = torch.ops.dbo_fx.dispatch.default
 COMBINE = torch.ops.dbo_fx.combine.default
@@ -87,6 +88,12 @@ def is_launch(node: Node) -> bool:
     return node.op == "call_function" and node.target in COLLECTIVE
 
 
+def phases_of(launch: Node) -> tuple[Phase, ...]:
+    """Which phases a launching node may be part of."""
+    assert isinstance(launch.target, torch._ops.OpOverload)
+    return PHASES[launch.target]
+
+
 def is_communication(node: Node) -> bool:
     """Whether the node communicates at all, in any form."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -102,6 +109,7 @@ def launch_of(node: Node) -> Launch:
             launch that nobody waits for.
     """
     target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
     collective = COLLECTIVE[target]
     if target is DISPATCH:
         items = [u for u in node.users if u.target is operator.getitem]
@@ -131,12 +139,14 @@ def _nodes(arguments: object) -> tuple[Node, ...]:
 
 def _refuse_uneven(node: Node, ranks: int) -> None:
     assert isinstance(node.args[0], Node)
-    rows = expression(value_of(node.args[0]).shape[0])
+    rows = value_of(node.args[0]).shape[0]
     for sizes in node.args[1:3]:
         assert isinstance(sizes, tuple | list)
-        values = [value_of(s) if isinstance(s, Node) else s for s in sizes]
-        if any(expression(v) * ranks != rows for v in values):
+        values: list[Any] = [value_of(s) if isinstance(s, Node) else s for s in sizes]
+        if not all(are_equal_parts(v, ranks, rows) for v in values):
             raise UnsupportedGraphError(
-                f"{where(node)}: splits {values} of {rows} rows over {ranks} ranks are not even. "
-                "Data-dependent splits cannot be captured: pad to a static capacity."
+                f"{where(node)}: splits {values} of {rows} rows over {ranks} ranks are not even, "
+                "or not for every batch size. Splits that depend on data cannot be captured: send "
+                "every rank the same number of rows (a static capacity) and give the ranks a "
+                "dim of their own, x.view(ranks, -1, hidden)."
             )

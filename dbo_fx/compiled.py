@@ -102,6 +102,14 @@ class CompiledProgram:
         assert isinstance(runtime, Runtime)
         return runtime
 
+    def __repr__(self) -> str:
+        """One line."""
+        program = self.program
+        return (
+            f"CompiledProgram({program.schedule}, layers={program.layers}, "
+            f"microbatches={program.microbatches}, digest={program.digest})"
+        )
+
     def __str__(self) -> str:
         """Summary, certificate and passes."""
         lines = [str(self.summary), f"certificate: {self.certificate}", *map(str, self.reports)]

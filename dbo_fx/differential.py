@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
 from dbo_fx.pipeline import State
-from dbo_fx.symbols import free_symbols
+from dbo_fx.symbols import coefficient, expression, free_symbols
 
 TOPK = torch.ops.aten.topk.default
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -113,7 +113,8 @@ class Differential:
             return pieces[0]
         token = self.captured.token_inputs[0]
         outer = args[token.index].shape[: token.dim].numel()
-        if dims[0] >= token.dim or outer == 1:
+        alone = coefficient(expression(shape[dims[0]]), symbol) == 1
+        if dims[0] >= token.dim or outer == 1 or alone:
             return torch.cat(pieces, dims[0])
         joined = torch.cat([p.unflatten(dims[0], (outer, -1)) for p in pieces], dims[0] + 1)
         return joined.flatten(dims[0], dims[0] + 1)

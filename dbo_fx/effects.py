@@ -7,7 +7,7 @@ their order only if one of them writes what the other one touches.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ class Access:
     writes: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
 
-    def renamed(self, rename: dict[Key, Key]) -> Access:
+    def renamed(self, rename: Mapping[Key, Key]) -> Access:
         """The same access with some storages renamed."""
         return Access(*(frozenset(rename.get(k, k) for k in keys) for keys in self._fields()))
 
@@ -135,9 +135,9 @@ def _access(node: Node) -> Access:
     for argument, value in _bound_arguments(node):
         values = torch.fx.map_arg(value, value_of)
         keys = _keys(values)
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if _is_write(node.target, argument):
             writes |= keys
-            # The previous content may matter (index_put_), and overwriting it needs an order anyway.
+            # The old content may matter (index_put_), and overwriting it needs an order anyway.
             reads |= keys
         else:
             reads |= keys
@@ -147,9 +147,16 @@ def _access(node: Node) -> Access:
     return Access(reads, writes, results)
 
 
+def _is_write(op: torch._ops.OpOverload, argument: Any) -> bool:
+    """Whether the schema says so; `detach_` says so, but changes no data."""
+    alias = argument.alias_info
+    return bool(alias and alias.is_write) and op is not torch.ops.aten.detach_.default
+
+
 def is_view_op(op: torch._ops.OpOverload) -> bool:
     """Whether the schema says that a result may share storage with an argument, unwritten."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+    aliases = [r.alias_info for r in op._schema.returns if r.alias_info is not None]
+    return op is torch.ops.aten.detach_.default or any(not alias.is_write for alias in aliases)
 
 
 def _bound_arguments(node: Node) -> Iterator[tuple[Any, Any]]:

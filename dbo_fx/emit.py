@@ -35,7 +35,7 @@ class Emit:
         graph, env = Graph(), dict[Node, Node]()
         streams = _Streams(graph)
         for node in state.graph.nodes:
-            if node.op == "call_function" and streams.runtime is None:
+            if node.op.startswith("call") and streams.runtime is None:
                 streams.begin()
             copy = streams.emit(node, env)
             if copy is not None:

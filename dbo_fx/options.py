@@ -34,8 +34,9 @@ class Options:
         on_unsupported: `raise`, or `fallback`: log the reason once and use `inner_backend`.
         verify: `static`: dependencies, streams, lifetimes, guards and ranges. `numeric`: these and,
             on the first call, the split program against the unsplit graph on the real inputs.
-        dump_dir: Folder for the captured graph, the program and readable Python; None writes nothing.
-        agree_timeout_s: How long to wait for the other ranks' program hash after a compile, seconds.
+        dump_dir: Folder for the captured graph, the program and readable Python; None: no files.
+        agree_timeout_s: How long to wait for the other ranks' program hash after a compile, in
+            seconds.
     """
 
     schedule: str | Schedule = "mlp_shared_overlap"

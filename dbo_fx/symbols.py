@@ -19,6 +19,7 @@ from torch.fx.traceback import preserve_node_meta
 __all__ = [
     "FakeTensorMode",
     "SizeRules",
+    "are_equal_parts",
     "coefficient",
     "enable_python_dispatcher",
     "expression",
@@ -51,10 +52,27 @@ def free_symbols(value: Any) -> set[sympy.Symbol]:
     return set()
 
 
-def coefficient(size: int | torch.SymInt, symbol: sympy.Symbol) -> int | None:
+def coefficient(size: sympy.Expr, symbol: sympy.Symbol) -> int | None:
     """`c` if the size is exactly `c * symbol`, else None."""
-    ratio = sympy.simplify(expression(size) / symbol)
+    ratio = sympy.expand(size) / symbol
     return int(ratio) if ratio.is_Integer else None
+
+
+def are_equal_parts(part: int | torch.SymInt, count: int, whole: int | torch.SymInt) -> bool:
+    """Whether `count` times `part` is `whole`, given the guards recorded so far.
+
+    `s // 2` is half of `s` only where tracing assumed that `s % 2 == 0`.
+    """
+    one, all_of_it = expression(part), expression(whole)
+    if one * count == all_of_it:
+        return True
+    if type(one).__name__ not in ("FloorDiv", "CleanDiv") or not isinstance(part, torch.SymInt):
+        return False
+    base, divisor = one.args
+    assumed = [g.expr for g in part.node.shape_env.guards if isinstance(g.expr, sympy.Equality)]
+    zero = [e.lhs for e in assumed if e.rhs == 0 and type(e.lhs).__name__ in ("Mod", "PythonMod")]
+    exact = any(mod.args == (base, divisor) for mod in zero)
+    return bool(exact and base * count == all_of_it * divisor)
 
 
 def symint(expr: sympy.Expr, like: torch.SymInt) -> torch.SymInt | int:
@@ -95,7 +113,7 @@ class SizeRules:
 
 
 def size_rules(shape_env: ShapeEnv, symbol: sympy.Symbol) -> SizeRules:
-    """Range and guards of `symbol` as recorded so far. Guards on other symbols alone are left out."""
+    """Range and guards of `symbol` as recorded so far, without guards on other symbols alone."""
     bounds = shape_env.var_to_range[symbol]
     upper = None if not bounds.upper.is_finite or bounds.upper >= 2**48 else int(bounds.upper)
     guards = tuple(g.expr for g in shape_env.guards if symbol in g.expr.free_symbols)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import Graph, GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
@@ -80,14 +82,13 @@ class _Lowering:
         self.segments: dict[str, GraphModule] = {}
         self.by_structure: dict[str, str] = {}
         self.call_of: dict[Node, Node] = {}
-        self.shared_runs = 0
+        self.names = Counter[str]()
 
     def replace_run(self, run: list[Node]) -> None:
         graph, inside = self.state.graph, set(run)
         inputs = list(dict.fromkeys(a for n in run for a in n.all_input_nodes if a not in inside))
         outputs = [n for n in run if any(u not in inside for u in n.users)]
-        module = _submodule(run, inputs, outputs)
-        target = self._intern(module)
+        target = self._intern(_segment_graph(run, inputs, outputs))
         with graph.inserting_before(run[0]):
             call = graph.call_module(target, tuple(inputs))
         call.name = self._name(run[0])
@@ -119,18 +120,20 @@ class _Lowering:
         tag = tag_of(node)
         assert tag is not None
         if tag.phase is None:
-            self.shared_runs += 1
-            return f"shared_{self.shared_runs - 1}"
+            self.names["shared"] += 1
+            return f"shared_{self.names['shared'] - 1}"
         letter = "A" if tag.phase in (Phase.A0, Phase.A1) else tag.phase.value
         layer = "" if tag.layer is None else f"_l{tag.layer}"
-        return f"{letter}_m{tag.microbatch}{layer}"
+        name = f"{letter}_m{tag.microbatch}{layer}"
+        self.names[name] += 1  # A schedule may cut between A0 and A1, a wait anywhere.
+        return name if self.names[name] == 1 else f"{name}_{self.names[name] - 1}"
 
-    def _intern(self, module: GraphModule) -> str:
-        key = structure(module.graph)
+    def _intern(self, body: Graph) -> str:
+        key = structure(body)
         if key not in self.by_structure:
             name = f"segment_{len(self.segments)}"
             self.by_structure[key] = name
-            self.segments[name] = module
+            self.segments[name] = GraphModule({}, body)
         return self.by_structure[key]
 
     def dependencies(self) -> tuple[Dependency, ...]:
@@ -143,7 +146,7 @@ class _Lowering:
         return tuple(found.values())
 
 
-def _submodule(run: list[Node], inputs: list[Node], outputs: list[Node]) -> GraphModule:
+def _segment_graph(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph:
     graph = Graph()
     env: dict[Node, Node] = {}
     for index, node in enumerate(inputs):
@@ -152,25 +155,28 @@ def _submodule(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Grap
     for node in run:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[n] for n in outputs))
-    return GraphModule({}, graph)
+    return graph
 
 
 def structure(graph: Graph) -> str:
-    """A hash of ops, argument positions and tensor facts; names and addresses play no part."""
-    index = {node: i for i, node in enumerate(graph.nodes)}
+    """A hash of ops, argument positions and tensor facts.
+
+    Equal on all ranks: names, addresses and device indices play no part.
+    """
+    index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "output") else qualified_name(node.target)
         args = () if node.op == "placeholder" else (node.args, node.kwargs)
-        facts = [_fact(v) for v in tree_leaves(value_of(node))]
-        lines.append(f"{node.op} {target} {map_arg(args, index.__getitem__)} {facts}")
+        text = map_aggregate(args, lambda a: index[a] if isinstance(a, Node) else _fact(a))
+        lines.append(f"{node.op} {target} {text} {[_fact(v) for v in tree_leaves(value_of(node))]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _fact(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}"
-    return str(value)
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device.type}"
+    return value.type if isinstance(value, torch.device) else repr(value)
 
 
 def qualified_name(target: object) -> str:

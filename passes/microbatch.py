@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 from torch.utils._pytree import tree_map
 
 from dbo_fx.capture import is_size_value, value_of, where
@@ -25,7 +25,7 @@ from dbo_fx.errors import SoundnessError
 from dbo_fx.passes.normalize import size_node
 from dbo_fx.passes.positions import positions
 from dbo_fx.pipeline import State
-from dbo_fx.symbols import coefficient, free_symbols
+from dbo_fx.symbols import coefficient, expression, free_symbols
 from dbo_fx.tag import Tag, retag, set_tag, tag_of
 
 aten = torch.ops.aten
@@ -78,7 +78,8 @@ class _Copier:
         self.start: list[Node | int] = []
         self.size: list[Node | int] = []
         self.shared = self.merged = 0
-        self.private = self._private_keys()
+        private = self._private_keys()
+        self.rename = [{k: (k, m) for k in private} for m in range(count)]
 
     def run(self) -> None:
         for node in self.source:
@@ -112,16 +113,15 @@ class _Copier:
         return node
 
     def _copy(self, node: Node, m: int | None, env: dict[Node, Node]) -> Node:
-        copy = self.graph.node_copy(node, lambda n: env[n])
+        # Naming the copy at birth: a rename would make the namespace search for a free number again.
+        name = node.name if m is None else f"{node.name}_m{m}"
+        args, kwargs = (map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copy.meta = dict(node.meta)
         if m is not None:
-            copy.name = f"{node.name}_m{m}"
             retag(copy, microbatch=m)
         access = self.state.effects.of(node)
-        rename: dict[Hashable, Hashable] = (
-            {k: (k, m) for k in self.private} if m is not None else {}
-        )
-        self.effects.access[copy] = access.renamed(rename)
+        self.effects.access[copy] = access if m is None else access.renamed(self.rename[m])
         return copy
 
     def _split_points(self) -> None:
@@ -213,9 +213,9 @@ class _Copier:
         copies = [env[node] for env in self.env]
         if all(c is copies[0] for c in copies):
             return copies[0]
-        if self.state.effects.of(node).results & self.state.effects.live_in:
-            return copies[-1]  # A view of an input that the microbatches wrote in turn.
         dims = [d for d, s in enumerate(value.shape) if self.symbol in free_symbols(s)]
+        if not dims and self.state.effects.of(node).results & self.state.effects.live_in:
+            return copies[-1]  # A view of a cache or counter that the microbatches wrote in turn.
         if len(dims) != 1:
             raise SoundnessError(
                 f"output {where(node)} has shape {tuple(value.shape)} and cannot be put together "
@@ -230,13 +230,14 @@ class _Copier:
         token = self.state.captured.token_inputs[0]
         first = value_of(self.state.captured.placeholders[token.index])
         outer = first.shape[: token.dim].numel() if token.dim else 1
-        factor = coefficient(value.shape[dim], self.symbol)
-        if factor is None or (dim != token.dim and factor % outer):
+        factor = coefficient(expression(value.shape[dim]), self.symbol)
+        flat = dim < token.dim and outer > 1 and factor != 1
+        if factor is None or (flat and factor % outer):
             raise SoundnessError(
                 f"output {place}: size {value.shape[dim]} of dim {dim} is not a multiple of the "
                 f"split size {self.symbol} that a concatenation could rebuild. Return it per token."
             )
-        tag, flat = Tag("merge"), dim < token.dim and outer > 1
+        tag = Tag("merge")
         if flat:
             copies = [self._known(aten.unflatten.int, (c, dim, [outer, -1]), tag) for c in copies]
         merged = self._known(aten.cat.default, (copies, dim + 1 if flat else dim), tag)

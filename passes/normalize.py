@@ -161,7 +161,8 @@ class _SizeBuilder:
 
 
 def _last_placeholder(graph: Graph) -> Node:
-    return [n for n in graph.nodes if n.op == "placeholder"][-1]
+    placeholders: list[Node] = [n for n in graph.nodes if n.op == "placeholder"]
+    return placeholders[-1]
 
 
 def remove_dead(graph: Graph, effects: Effects) -> list[str]:

@@ -2,10 +2,11 @@
 
 needs:    a tagged graph and its effects
 ensures:  for every `arange` and table slice over the split size: offset or not, or a refusal
-before -> after: nothing changes here; `microbatch` turns `arange(0, s)` into `arange(start, start + s)`
+before -> after: nothing changes here; `microbatch` turns `arange(0, s)` into
+                 `arange(start, start + s)`
 
-A window [0, s) means two things. As an index into something that is split itself, it is local to the
-microbatch. As a position (a row of a table, an angle, a slot), it is global and needs the
+A window [0, s) means two things. As an index into something that is split itself, it is local to
+the microbatch. As a position (a row of a table, an angle, a slot), it is global and needs the
 microbatch's offset, unless it is added to a counter that the earlier microbatch has advanced.
 """
 
@@ -93,9 +94,9 @@ def positions(state: State) -> dict[Node, Position]:
         uses.follow(node)
         if uses.local and uses.everywhere:
             raise SoundnessError(
-                f"{where(node)} is used as an index within the microbatch ({uses.local[0].name}) and "
-                f"as a position in the whole batch ({uses.everywhere[0].name}). Build it twice, or "
-                "pass the positions in as an input."
+                f"{where(node)} is used as an index within the microbatch ({uses.local[0].name}) "
+                f"and as a position in the whole batch ({uses.everywhere[0].name}). Build it "
+                "twice, or pass the positions in as an input."
             )
         found[node] = Position(node, factor, bool(uses.everywhere))
     return found
@@ -160,7 +161,7 @@ def _carriers(windows: set[Node]) -> set[Node]:
 
 
 def _from_counters(state: State) -> set[Node]:
-    """Integer values read from inputs that the graph writes: counters that each microbatch advances."""
+    """Integers read from inputs that the graph writes: counters that a microbatch advances."""
     mutated = state.effects.mutated_live_in()
     found: set[Node] = set()
     for node in state.graph.nodes:
@@ -228,7 +229,7 @@ class _Uses:
         table = user.args[0] if user.args else None
         if not isinstance(table, Node) or not isinstance(value_of(table), torch.Tensor):
             return None
-        shape = value_of(table).shape
+        shape: torch.Size = value_of(table).shape
         if name == "embedding" and user.args[1] is here:
             return shape[0]
         if name in ("index", "index_put", "index_put_") and isinstance(user.args[1], list | tuple):

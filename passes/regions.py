@@ -1,32 +1,34 @@
 """Tag every node with its layer and phase, from the communication structure alone.
 
 needs:    a normalized graph and its effects
-ensures:  every call has a `Tag`: `size`, `shared` (depends on no token), `comm`, or `compute` with the
-          phase A0, A1, MLP, S or TAIL of its layer; `state.communications` has two per layer
+ensures:  every call has a `Tag`: `size`, `shared` (depends on no token), `comm`, or `compute` with
+          the phase A0, A1, MLP, S or TAIL of its layer; `state.communications` has two per layer
 before -> after: nothing moves; nodes are only tagged
 
-Terms. Time is cut by the communications into slots: A of layer k is slot 4k, its MLP 4k+2, the TAIL
-4L. A node's *earliest* slot follows from what it needs, its *latest* from what needs it. Most nodes
-have no choice. The shared expert has: it could run any time between its layer's attention and the
-next layer. It becomes S if it follows its layer's attention core; all else goes as late as possible.
+Terms. Time is cut by the communications into slots: A of layer k is slot 4k, its MLP 4k+2, the
+TAIL 4L. A node's *earliest* slot follows from what it needs, its *latest* from what needs it. Most
+nodes have no choice. The shared expert has: it could run any time between its layer's attention and
+the next layer. It becomes S if it follows its layer's attention core; all else goes as late as
+possible.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
+from dbo_fx.attention import core_ends, is_attention_core
 from dbo_fx.capture import is_size_value, value_of, where
 from dbo_fx.communication import (
-    PHASES,
     Communication,
     is_communication,
     is_launch,
     launch_of,
+    phases_of,
 )
 from dbo_fx.effects import Effects
 from dbo_fx.errors import UnsupportedGraphError
@@ -34,9 +36,6 @@ from dbo_fx.ir import Phase
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import free_symbols
 from dbo_fx.tag import Tag, set_tag, tag_of
-
-ATTENTION_NAMES = ("scaled_dot_product", "attention", "flash_attn")
-MATMULS = ("matmul", "bmm", "baddbmm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,8 @@ def predecessors(graph: Graph, effects: Effects) -> dict[Node, list[Node]]:
 def find_communications(graph: Graph, needs: dict[Node, list[Node]]) -> tuple[Communication, ...]:
     """Group the launches into dispatches and combines.
 
-    A launch's level is the length of the longest chain of launches before it. What has the same level
-    travels together. Even levels dispatch, odd levels combine.
+    A launch's level is the length of the longest chain of launches before it. What has the same
+    level travels together. Even levels dispatch, odd levels combine.
 
     Raises:
         UnsupportedGraphError: a collective that fits neither, or an unmatched dispatch.
@@ -107,11 +106,12 @@ def find_communications(graph: Graph, needs: dict[Node, list[Node]]) -> tuple[Co
     for index in sorted(groups):
         phase = Phase.C if index % 2 else Phase.D
         for node in groups[index]:
-            if phase not in PHASES[node.target]:
+            if phase not in phases_of(node):
                 raise UnsupportedGraphError(
-                    f"{where(node)} would be the {phase.value} of MoE layer {index // 2} (dispatches "
-                    "and combines must alternate), but it cannot be one. Check that every layer has "
-                    "one dispatch and one combine inside this graph, with no graph break between."
+                    f"{where(node)} would be the {phase.value} of MoE layer {index // 2} "
+                    "(dispatches and combines must alternate), but it cannot be one. Check that "
+                    "every layer has one dispatch and one combine inside this graph, with no graph "
+                    "break between."
                 )
         launches = tuple(launch_of(node) for node in groups[index])
         found.append(Communication(phase, index // 2, launches))
@@ -150,9 +150,10 @@ class _Tagger:
         self._tag_sizes()
         self._tag_shared()
         self.earliest = self._earliest()
+        self.unread = self._unread()
         self.latest = self._latest()
         self._tag_compute()
-        self._tag_late_writes()
+        self._tag_unread()
 
     def _untagged(self) -> list[Node]:
         return [n for n in self.nodes if tag_of(n) is None]
@@ -204,16 +205,24 @@ class _Tagger:
             return slot
         return 4 * comm.layer + (2 if comm.phase is Phase.D else 4)
 
+    def _unread(self) -> set[Node]:
+        """Writes to inputs that no other node reads (position counters), asserts, and their own
+        preparations: nothing says how late they may run.
+        """
+        found: set[Node] = set()
+        for node in reversed(self._untagged()):
+            users = {u for u in self.users[node] if u not in found}
+            writes = self.effects.of(node).writes & self.effects.live_in
+            if not users or (writes and all(u.op == "output" for u in users)):
+                found.add(node)
+        return found
+
     def _latest(self) -> dict[Node, int]:
         slot: dict[Node, int] = {}
         for node in reversed(list(self.graph.nodes)):
-            users = [self._before(u, slot[u]) for u in self.users[node] if u in slot]
-            if node.op == "output":
-                slot[node] = 4 * self.layers
-            elif users:
-                slot[node] = min(users)
-            else:  # An unread write to an input, or an assert: as early as it can.
-                slot[node] = self.earliest[node]
+            users = [u for u in self.users[node] if u in slot and u not in self.unread]
+            ends = [self._before(u, slot[u]) for u in users]
+            slot[node] = min(ends, default=4 * self.layers)
         return slot
 
     def _before(self, node: Node, slot: int) -> int:
@@ -225,6 +234,8 @@ class _Tagger:
     def _tag_compute(self) -> None:
         flexible = []
         for node in self._untagged():
+            if node in self.unread:
+                continue
             early, late = self.earliest[node], self.latest[node]
             assert early <= late, f"{node.name} must run after slot {early} and before {late}"
             layer = late // 4
@@ -253,7 +264,7 @@ class _Tagger:
         return last
 
     def _attention_layer(self, cores: dict[int, Node]) -> dict[Node, int]:
-        """The last layer whose attention core each node follows; layers without one always count."""
+        """The last layer whose attention core a node follows; layers without one count."""
         layer_of = {node: layer for layer, node in cores.items()}
         follows: dict[Node, int] = {}
         for node in self.graph.nodes:
@@ -266,7 +277,7 @@ class _Tagger:
         return follows
 
     def _split_attention(self) -> None:
-        """A0 is what the layer's last attention core needs; A1 is the core and the rest of A."""
+        """A0 is what the layer's last attention core needs; A1 is that core and the rest of A."""
         members: defaultdict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
             tag = tag_of(node)
@@ -280,32 +291,37 @@ class _Tagger:
             cores = [n for n in nodes if is_attention_core(n)]
             if not cores:
                 continue
-            before = self._ancestors(cores[-1], set(nodes))
+            first, last = core_ends(cores[-1])
+            inside = set(nodes)
+            core = _reached(first & inside, self.users, inside)
+            before = _reached(last & inside, self.needs, inside) - core
             for node in nodes:
                 phase = Phase.A0 if node in before else Phase.A1
                 set_tag(node, Tag("compute", phase, layer))
 
-    def _ancestors(self, node: Node, inside: set[Node]) -> set[Node]:
-        found: set[Node] = set()
-        todo = [node]
-        while todo:
-            for p in self.needs[todo.pop()]:
-                if p in inside and p not in found:
-                    found.add(p)
-                    todo.append(p)
-        return found
+    def _tag_unread(self) -> None:
+        """What nobody in the graph waits for joins the phase of its last predecessor."""
+        for node in self._untagged():
+            slot = self.earliest[node]
+            phase = Phase.MLP if slot % 4 == 2 else Phase.A0
+            if slot == 4 * self.layers:
+                phase = Phase.TAIL
+            tags = [Tag("compute", phase, None if phase is Phase.TAIL else slot // 4)]
+            tags += [t for p in self.needs[node] if (t := tag_of(p)) and t.role == "compute"]
+            set_tag(node, max(tags, key=_rank))
 
-    def _tag_late_writes(self) -> None:
-        """An unread write to an input (a position counter) joins the phase of its last predecessor."""
-        for node in self.nodes:
-            tag = tag_of(node)
-            if tag is None or tag.role != "compute" or self.users[node]:
-                continue
-            if not self.effects.of(node).writes & self.effects.live_in:
-                continue
-            phases = [t for p in self.needs[node] if (t := tag_of(p)) and t.role == "compute"]
-            if phases:
-                set_tag(node, max(phases, key=_rank))
+
+def _reached(
+    start: set[Node], edges: Mapping[Node, Iterable[Node]], inside: set[Node]
+) -> set[Node]:
+    """`start`, and what can be reached from it along the edges without leaving `inside`."""
+    found, todo = set(start), list(start)
+    while todo:
+        for node in edges[todo.pop()]:
+            if node in inside and node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
 
 
 def _rank(tag: Tag) -> tuple[int, int]:
@@ -317,49 +333,6 @@ def _rank(tag: Tag) -> tuple[int, int]:
 
 def _is_size_assert(node: Node) -> bool:
     return node.target is torch.ops.aten._assert_scalar.default
-
-
-def is_attention_core(node: Node) -> bool:
-    """A fused attention op, or the softmax between two matmuls of an attention in plain ops."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    name = node.target._schema.name.split("::")[1]
-    if any(part in name for part in ATTENTION_NAMES):
-        return True
-    return name in ("softmax", "_softmax") and _feeds_matmul(node) and _comes_from_matmul(node)
-
-
-def _named(node: Node, names: Iterable[str]) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        target._schema.name.split("::")[1] in names
-    )
-
-
-def _feeds_matmul(node: Node) -> bool:
-    return any(_named(n, MATMULS) for n in _walk(node, forward=True))
-
-
-def _comes_from_matmul(node: Node) -> bool:
-    return any(_named(n, MATMULS) for n in _walk(node, forward=False))
-
-
-CHEAP = ("to", "mul", "div", "add", "dropout", "view", "reshape", "expand", "masked_fill", "where")
-
-
-def _walk(node: Node, *, forward: bool) -> set[Node]:
-    """Nodes reachable through casts, scaling, masking and views, and the first op behind them."""
-    found: set[Node] = set()
-    todo = [node]
-    while todo:
-        here = todo.pop()
-        if here is not node and not _named(here, CHEAP):
-            continue
-        for other in here.users if forward else here.all_input_nodes:
-            if other not in found:
-                found.add(other)
-                todo.append(other)
-    return found
 
 
 def communicating_groups(graph: Graph) -> set[str]:

@@ -5,8 +5,8 @@ ensures:  no random op; no input is written once per microbatch with the same va
           along an inner dim is written
 before -> after: the graph is not changed
 
-Guards and ranges are re-evaluated at every microbatch size when a batch comes (`sizes_refused`), and
-the first call compares split and unsplit results (`dbo_fx.differential`).
+Guards and ranges are re-evaluated at every microbatch size when a batch comes (`sizes_refused`),
+and the first call compares split and unsplit results (`dbo_fx.differential`).
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def _is_inactive_dropout(node: Node) -> bool:
     for index, argument in enumerate(target._schema.arguments):
         if argument.name in ("dropout_p", "p"):
             value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            return (argument.default_value if value is None else value) == 0.0
+            return bool((argument.default_value if value is None else value) == 0.0)
         if argument.name == "train":
             return node.args[index] is False
     return False
 
 
 def _refuse_repeated_write(node: Node, state: State, token: set[Node]) -> None:
-    """A write that no token reaches happens once per step; copies would do it once per microbatch."""
+    """A write that no token reaches happens once a step; copies would repeat it."""
     if node in token or not state.effects.of(node).writes & state.effects.live_in:
         return
     raise SoundnessError(

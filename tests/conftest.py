@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,6 +28,39 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(2)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def fake_group() -> Iterator[str]:
+    """The name of a default group of two pretended ranks: one process, right shapes, no values."""
+    from small_moe import fake_ranks
+
+    with fake_ranks() as name:
+        yield name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--update-golden`."""
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write what the tests found into tests/golden/ instead of comparing",
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares text with tests/golden/name, or writes it there."""
+    update = request.config.getoption("--update-golden")
+
+    def check(name: str, text: str) -> None:
+        path = Path(__file__).parent / "golden" / name
+        if update:
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no {path.name} yet: run pytest --update-golden"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dbo_fx import demo
+from dbo_fx import demo, demo_text
 from dbo_fx.errors import DboError, OptionError
 from dbo_fx.launch import RankError, run_ranks
 
@@ -18,16 +18,16 @@ TEXT = b"Sphinx of black quartz, judge my vow. " * 40
 
 
 def test_text_is_cut_into_sequences_and_begins_anew() -> None:
-    assert demo.cut(b"abcde", 1, count=2, length=3).tolist() == [[100, 101, 97], [98, 99, 100]]
+    assert demo_text.cut(b"abcde", 1, count=2, length=3).tolist() == [[100, 101, 97], [98, 99, 100]]
 
 
 def test_no_text_is_an_error() -> None:
     with pytest.raises(OptionError, match="text is empty"):
-        demo.cut(b"", 0)
+        demo_text.cut(b"", 0)
 
 
 def test_the_text_is_the_readme() -> None:
-    text, source = demo.read_text()
+    text, source = demo_text.read_text()
     assert source == "README.md"
     assert text == Path(demo.__file__).parent.parent.joinpath("README.md").read_bytes()
 
@@ -40,31 +40,35 @@ def test_an_installed_package_reads_its_description(
     header = "Metadata-Version: 2.4\nName: a-wheel\nVersion: 1\n"
     (info / "METADATA").write_text(f"{header}\nWhat the README says.\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(demo, "DISTRIBUTION", "a-wheel")
+    monkeypatch.setattr(demo_text, "DISTRIBUTION", "a-wheel")
     monkeypatch.setattr("dbo_fx.__file__", str(tmp_path / "dbo_fx" / "__init__.py"))
-    text, source = demo.read_text()
+    text, source = demo_text.read_text()
     assert text == b"What the README says.\n"
     assert source == "the installed package's description"
 
 
 def test_says_when_there_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dbo_fx.__file__", str(tmp_path / "dbo_fx" / "__init__.py"))
-    monkeypatch.setattr(demo, "DISTRIBUTION", "a-package-that-nobody-installed")
+    monkeypatch.setattr(demo_text, "DISTRIBUTION", "a-package-that-nobody-installed")
     with pytest.raises(DboError, match="missing or empty"):
-        demo.read_text()
+        demo_text.read_text()
 
 
 @pytest.mark.parametrize(
     ("outcomes", "code", "lines"),
     [
-        ([demo.Outcome(True, 1e-6)] * 2, 0, ["microbatched eager: yes", "eager: 1.00e-06"]),
         (
-            [demo.Outcome(True, 1e-6), demo.Outcome(False, 2e-6)],
+            [demo.Outcome(True, 1e-6, 2.5)] * 2,
+            0,
+            ["microbatched eager: yes", "eager: 1.00e-06 (largest logit 2.50)"],
+        ),
+        (
+            [demo.Outcome(True, 1e-6, 2.5), demo.Outcome(False, 2e-6, 2.5)],
             1,
             ["microbatched eager: no (ranks [1])", "eager: 2.00e-06"],
         ),
         (
-            [demo.Outcome(True, 0.0, True), demo.Outcome(True, 0.0, False)],
+            [demo.Outcome(True, 0.0, 2.5, True), demo.Outcome(True, 0.0, 2.5, False)],
             1,
             ["microbatched eager: yes", "sequential program: no (ranks [1])"],
         ),

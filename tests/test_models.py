@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,3 +123,12 @@ def refused(rank: int, config: MoeConfig) -> str:
 def test_experts_that_the_ranks_cannot_share(ranks: RankPool) -> None:
     for message in ranks(refused, MoeConfig(experts=7)):
         assert "7 experts cannot be shared evenly by 2 ranks" in message
+
+
+def test_the_example_finds_no_difference() -> None:
+    script = Path(__file__).parent.parent / "examples" / "plain_moe.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "largest difference to microbatched eager: 0.0\n"

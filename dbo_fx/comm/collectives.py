@@ -65,6 +65,11 @@ def check(collective: str, tensor: Tensor, group: str) -> None:
         )
 
 
+# torch 2.13 renamed these two and warns about the old names, which 2.11 still has.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def start(
     collective: str, output: Tensor, source: Tensor, group: str, *, asynchronous: bool
 ) -> Any:
@@ -87,9 +92,9 @@ def start(
     pg = groups.process_group(group)
     match collective:
         case "all_gather":
-            return dist.all_gather_into_tensor(output, source, group=pg, async_op=asynchronous)
+            return _ALL_GATHER(output, source, group=pg, async_op=asynchronous)
         case "reduce_scatter_sum":
-            return dist.reduce_scatter_tensor(output, source, group=pg, async_op=asynchronous)
+            return _REDUCE_SCATTER(output, source, group=pg, async_op=asynchronous)
         case "all_to_all":
             return dist.all_to_all_single(output, source, group=pg, async_op=asynchronous)
         case _:

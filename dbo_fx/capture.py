@@ -274,12 +274,12 @@ def _adopt_constants(module: GraphModule, fake_mode: FakeTensorMode) -> None:
     """Give constants values of the graph's own fake mode; make_fx takes another one for them."""
     values: dict[str, torch.Tensor] = {}
     for node in module.graph.nodes:
-        if node.op != "get_attr":
-            continue
         name = str(node.target)
+        real = getattr(module, name, None) if node.op == "get_attr" else None
+        if not isinstance(real, torch.Tensor):
+            continue
         if name not in values:
             # Not from_tensor: it would give a copy of the constant the storage of the constant.
-            real = getattr(module, name)
             with fake_mode:
                 values[name] = torch.empty_strided(
                     real.shape, real.stride(), dtype=real.dtype, device=real.device

@@ -96,3 +96,7 @@ def _shown(what: str, layers: int | None, microbatches: int | None, as_json: boo
 
 def _json(rows: showing.Rows) -> str:
     return json.dumps(rows, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,9 @@ from dbo_fx.symbols import coefficient, expression, free_symbols
 from dbo_fx.tag import Tag, set_tag
 
 aten = torch.ops.aten
+ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+WINDOWS = (*ARANGES, aten.slice.Tensor, aten.narrow.default)
+END = 2**63 - 1
 CARRIES = {
     "view", "reshape", "unsqueeze", "squeeze", "expand", "to", "clone", "contiguous", "repeat",
     "repeat_interleave", "slice", "transpose", "permute", "flatten", "unflatten", "detach", "alias",
@@ -58,12 +61,13 @@ class Position:
             by = start if self.factor == 1 else _size(graph, operator.mul, start, self.factor)
             return by if bound == 0 else _size(graph, operator.add, by, bound)
 
+        low, high, _ = _bounds(copy)
         with graph.inserting_before(copy):
-            if copy.target is aten.slice.Tensor:
-                low, high = _slice_bounds(copy)
-                copy.args = (copy.args[0], copy.args[1], moved(low), moved(high))
+            if copy.target is aten.narrow.default:
+                copy.update_arg(2, moved(low))
+            elif copy.target is aten.slice.Tensor:
+                copy.args = (*copy.args[:2], moved(low), moved(high))
             else:
-                low, high = _arange_bounds(copy)
                 copy.target = aten.arange.start
                 copy.args = (moved(low), moved(high))
 
@@ -98,40 +102,64 @@ def positions(state: State) -> dict[Node, Position]:
                 f"and as a position in the whole batch ({uses.everywhere[0].name}). Build it "
                 "twice, or pass the positions in as an input."
             )
+        if uses.everywhere:
+            _refuse_strided(node, factor, state)
         found[node] = Position(node, factor, bool(uses.everywhere))
     return found
 
 
+def _refuse_strided(node: Node, factor: int, state: State) -> None:
+    """Positions over (outer, split, ...) flattened: a microbatch's own are not side by side."""
+    token = state.captured.token_inputs[0]
+    outer = value_of(state.captured.placeholders[token.index]).shape[: token.dim].numel()
+    if token.dim and outer != 1 and factor % int(outer) == 0:
+        raise SoundnessError(
+            f"{where(node)} numbers {factor} positions per row of dim {token.dim}, over {outer} "
+            "flattened outer rows: those of one microbatch are no window of it. Split along dim "
+            "0, or build the positions per row."
+        )
+
+
 def _window_factor(node: Node, state: State) -> int | None:
-    if node.op != "call_function":
+    """Positions per row of the split dim, or None for what is no window over it.
+
+    Raises:
+        SoundnessError: the window has no meaning for one microbatch.
+    """
+    if node.op != "call_function" or node.target not in WINDOWS:
         return None
-    if node.target in (aten.arange.default, aten.arange.start):
-        low, high = _arange_bounds(node)
-    elif node.target is aten.slice.Tensor and _is_static_table(node, state):
-        low, high = _slice_bounds(node)
-    else:
+    if node.target not in ARANGES and not _is_static_table(node, state):
         return None
-    size = expression(_plain(high)) - expression(_plain(low))
-    if state.captured.symbol not in size.free_symbols:
+    low, high, step = map(_plain, _bounds(node))
+    symbol = state.captured.symbol
+    if not any(symbol in free_symbols(b) for b in (low, high, step)):
         return None
-    return coefficient(size, state.captured.symbol)
+    start, end = expression(low), expression(high)
+    factor = coefficient(end - start, symbol)
+    if factor is None or step != 1 or symbol in start.free_symbols:
+        raise SoundnessError(
+            f"{where(node)} goes from {start} to {end} in steps of {step}, where {symbol} is the "
+            "split size: it has no meaning for one microbatch. Windows must start at a fixed "
+            "position and hold a multiple of the split size; pass other ones in as an input."
+        )
+    return factor
 
 
-def _plain(bound: Node | int) -> int | torch.SymInt:
-    value = value_of(bound) if isinstance(bound, Node) else bound
-    assert isinstance(value, int | torch.SymInt)
+def _plain(bound: Any) -> int | torch.SymInt:
+    value: int | torch.SymInt = value_of(bound) if isinstance(bound, Node) else bound
     return value
 
 
-def _arange_bounds(node: Node) -> tuple[Node | int, Node | int]:
-    bounds = node.args if len(node.args) > 1 else (0, node.args[0])
-    return bounds[0], bounds[1]  # type: ignore[return-value]
-
-
-def _slice_bounds(node: Node) -> tuple[Node | int, Node | int]:
-    low = node.args[2] if len(node.args) > 2 else 0
-    high = node.args[3] if len(node.args) > 3 else 2**63 - 1
-    return (0 if low is None else low), (2**63 - 1 if high is None else high)  # type: ignore[return-value]
+def _bounds(node: Node) -> tuple[Any, Any, Any]:
+    """Start, end and step of a window, as nodes or numbers."""
+    args: tuple[Any, ...] = node.args
+    if node.target is aten.narrow.default:
+        return args[2], _plain(args[2]) + _plain(args[3]), 1
+    if node.target is aten.slice.Tensor:
+        low, high, step = (*args[2:], None, None, None)[:3]
+        return low or 0, END if high is None else high, 1 if step is None else step
+    low, high = args[:2] if len(args) > 1 else (0, args[0])
+    return low, high, args[2] if len(args) > 2 else 1
 
 
 def _is_static_table(node: Node, state: State) -> bool:

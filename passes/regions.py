@@ -206,8 +206,9 @@ class _Tagger:
         return 4 * comm.layer + (2 if comm.phase is Phase.D else 4)
 
     def _unread(self) -> set[Node]:
-        """Writes to inputs that no other node reads (position counters), asserts, and their own
-        preparations: nothing says how late they may run.
+        """Writes to inputs that no other node reads, asserts, and what only these need.
+
+        Nothing says how late they may run.
         """
         found: set[Node] = set()
         for node in reversed(self._untagged()):

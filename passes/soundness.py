@@ -68,15 +68,15 @@ def _refuse_random(node: Node) -> None:
 
 
 def _is_inactive_dropout(node: Node) -> bool:
-    """Attention with dropout_p 0 carries the tag, but draws nothing."""
+    """Dropout with probability 0 or outside training carries the tag, but draws nothing."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     for index, argument in enumerate(target._schema.arguments):
-        if argument.name in ("dropout_p", "p"):
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            return bool((argument.default_value if value is None else value) == 0.0)
-        if argument.name == "train":
-            return node.args[index] is False
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        value = argument.default_value if value is None else value
+        probability = argument.name in ("dropout_p", "p")
+        if (probability and value == 0.0) or (argument.name == "train" and value is False):
+            return True
     return False
 
 

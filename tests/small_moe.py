@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,15 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dbo_fx.passes.halves import Halves
-from dbo_fx.passes.lower import Lower, qualified_name
-from dbo_fx.passes.microbatch import Microbatch
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
-from dbo_fx.passes.schedule import Order
-from dbo_fx.passes.soundness import Soundness
-from dbo_fx.passes.streams import Streams
-from dbo_fx.passes.verify import Verify
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,6 +21,15 @@ from dbo_fx.capture import CapturedGraph, from_dynamo
 from dbo_fx.comm import groups
 from dbo_fx.emit import Emit
 from dbo_fx.ir import Schedule
+from dbo_fx.passes.halves import Halves
+from dbo_fx.passes.lower import Lower, qualified_name
+from dbo_fx.passes.microbatch import Microbatch
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
+from dbo_fx.passes.schedule import Order
+from dbo_fx.passes.soundness import Soundness
+from dbo_fx.passes.streams import Streams
+from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import Pipeline, State
 from dbo_fx.tag import tag_of
 
@@ -185,7 +185,12 @@ def traced(
 
 @cache
 def _traced_once(kind: type[PlainMoe], layers: int, ranks: int) -> Traced:
-    with one_rank() if ranks == 1 else fake_ranks(ranks):
+    if dist.is_initialized():
+        assert dist.get_world_size() == ranks
+        group: AbstractContextManager[object] = nullcontext()
+    else:
+        group = one_rank() if ranks == 1 else fake_ranks(ranks)
+    with group:
         model = kind(layers)
         return traced(model, arguments(model))
 

@@ -20,7 +20,6 @@ from small_moe import (
     H,
     PlainMoe,
     Traced,
-    arguments,
     one_rank,
     rows,
     run_passes,
@@ -146,16 +145,10 @@ def test_near_ties_in_the_router_are_replayed_and_counted() -> None:
 
 
 class Flat(PlainMoe):
-    """[B, T, H] tokens, flattened for the gate; or moved to [T, B, H]."""
-
-    moved = False
+    """[B, T, H] tokens, flattened for the gate."""
 
     def forward(self, x: Tensor) -> Any:
-        flat = (x.transpose(0, 1) if self.moved else x).flatten(0, 1)
-        h = flat if self.moved else self.attend(0, flat)
-        if self.moved:
-            return h.view(x.shape[1], -1, H)
-        return self.experts(0, h).view(x.shape)
+        return self.experts(0, self.attend(0, x.flatten(0, 1))).view(x.shape)
 
 
 def test_top_k_ids_are_joined_along_an_inner_split_dim() -> None:
@@ -239,8 +232,3 @@ def test_which_inputs_are_written_is_known_by_name() -> None:
     assert len(names) == 3
     assert sum("cache" in name for name in names) == 2
     assert sum("counter" in name for name in names) == 1
-
-
-def test_arguments_of_the_model_are_what_the_tests_think() -> None:
-    with one_rank():
-        assert len(arguments(CachedMoe(2))[2]) == 2

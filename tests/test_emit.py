@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from dbo_fx.backend import compile_captured
-from dbo_fx.comm import in_flight
+from dbo_fx.comm import abandon_in_flight, in_flight
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.ir import COMM, Program, Record, Run, Wait
 from dbo_fx.options import Options
@@ -172,9 +172,7 @@ def test_tensor_constants_come_along() -> None:
     with one_rank():
         trace = traced(Constants(), (rows(),))
         out = emitted(trace)(*trace.args(7))
-        torch.testing.assert_close(
-            out, trace.captured.module(*trace.args(7)), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(out, trace.captured.module(*trace.args(7)), rtol=1e-4, atol=1e-4)
 
 
 def compiled_model(model: type[PlainMoe] = PlainMoe) -> tuple[CompiledProgram, Traced]:
@@ -208,8 +206,6 @@ def test_a_call_that_fails_half_way_leaves_nothing_in_flight() -> None:
 
 def test_the_bare_module_leaves_its_operation_in_flight() -> None:
     """What the compiled program cleans up: the test above would pass by luck otherwise."""
-    from dbo_fx.comm import abandon_in_flight
-
     _, trace = compiled_model()
     wrong = trace.args()
     expert = [i for i, a in enumerate(wrong) if isinstance(a, Tensor) and a.shape == (8, 8)][0]
@@ -218,6 +214,21 @@ def test_the_bare_module_leaves_its_operation_in_flight() -> None:
         with pytest.raises(RuntimeError):
             emitted(trace)(*wrong)
         assert [f.kind for f in in_flight()] == ["dispatch"]
+        abandon_in_flight()
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine"])
+def test_who_reads_before_the_recv_sees_poison(kind: str) -> None:
+    trace = traced_model(PlainMoe, 1, ranks=1)
+    module = emitted(trace)
+    recv = nodes_of(module.graph, getattr(torch.ops.dbo_fx, f"{kind}_recv").default)[0]
+    module.graph.erase_node(recv)
+    module.recompile()
+    with one_rank():
+        (out,) = module(*trace.args(7))
+        assert out[:3].isnan().all()
+        assert out[3:].isfinite().all()
+        assert [f.slot for f in in_flight()] == [0]
         abandon_in_flight()
 
 

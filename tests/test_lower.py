@@ -82,7 +82,9 @@ def test_a_segment_stays_within_one_microbatch_and_phase() -> None:
         actions = {action_of(n) for n in run}
         places = {(a.microbatch, a.layer) for a in actions if a is not None}
         assert len(places) <= 1
-        assert {a.phase.value for a in actions if a is not None} <= {"A0", "A1"} or len(actions) == 1
+        assert {a.phase.value for a in actions if a is not None} <= {"A0", "A1"} or len(
+            actions
+        ) == 1
 
 
 def test_names_say_phase_microbatch_and_layer() -> None:
@@ -147,7 +149,8 @@ def test_structure_sees_ops_constants_and_argument_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [torch.ones(2, 3).half(), torch.ones(3, 2), torch.ones(3, 2).T, torch.ones(2, 3).long()]
+    "other",
+    [torch.ones(2, 3).half(), torch.ones(3, 2), torch.ones(3, 2).T, torch.ones(2, 3).long()],
 )
 def test_structure_sees_dtype_shape_and_stride(other: Tensor) -> None:
     def with_value(value: Tensor) -> str:

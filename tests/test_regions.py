@@ -343,7 +343,7 @@ def reduces(x: Tensor) -> Tensor:
 
 
 def never_combines(x: Tensor) -> Tensor:
-    return all_to_all(layer(x).expand(2, B, S, H).contiguous())
+    return all_to_all(layer(x).expand(2, *x.shape).contiguous())
 
 
 def combines_first(x: Tensor) -> Tensor:

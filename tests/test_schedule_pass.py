@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
-from dbo_fx.passes.halves import BUFFERS
-from dbo_fx.passes.schedule import action_of, nodes_by_action
 from torch import Tensor
 from torch.fx import Node
 
 from dbo_fx import schedules
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Phase, Schedule, bind, parse_schedule
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of, nodes_by_action
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 from small_moe import (

@@ -130,7 +130,9 @@ def test_a_wait_for_another_event() -> None:
     wait = wait_before(call(state, "C_m1.recv@0", RECVS))
     earlier = wait_before(call(state, "D_m0.recv@0", RECVS))
     wait.args = (earlier.args[0], "comp")
-    assert "C_m1_l0_recv of C_m1.recv@0 on comp is not ordered behind C_m1_l0_send" in refusal(state)
+    assert "C_m1_l0_recv of C_m1.recv@0 on comp is not ordered behind C_m1_l0_send" in refusal(
+        state
+    )
 
 
 def test_a_dropped_recv() -> None:

@@ -1,0 +1,90 @@
+"""Check the time and memory limits that the project promises, and print the exact figures.
+
+Machines differ, so a figure fails only above twice its limit. Ratios are checked as they are.
+
+    python benchmarks/limits.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SLACK = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured figure and its limit."""
+
+    name: str
+    value: float
+    limit: float
+    unit: str
+    slack: float = SLACK
+
+    @property
+    def ok(self) -> bool:
+        """Whether the figure is below its limit, with the slack."""
+        return self.value <= self.limit * self.slack
+
+    def __str__(self) -> str:
+        """`ok  name: 1.2 s (limit 2 s)`."""
+        word = "ok  " if self.ok else "FAIL"
+        return f"{word} {self.name}: {self.value:.2f} {self.unit} (limit {self.limit:g} {self.unit})"
+
+
+def timed(command: list[str], cwd: Path | None = None) -> float:
+    """Seconds that a command takes; its failure is an error."""
+    started = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=cwd)
+    return time.perf_counter() - started
+
+
+def show_figures() -> list[Figure]:
+    """`dbo-fx show` starts without torch."""
+    command = [sys.executable, "-m", "dbo_fx.cli", "show", "mlp_shared_overlap"]
+    return [Figure("dbo-fx show", statistics.median(timed(command) for _ in range(5)), 0.5, "s")]
+
+
+def full_size_figures() -> list[Figure]:
+    """The full-size DeepSeek-V3 on meta tensors: time, memory, linearity in the layers."""
+    runs = {}
+    for layers in (31, 61):
+        command = [sys.executable, str(HERE / "full_size.py"), "--layers", str(layers)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        runs[layers] = json.loads(done.stdout.strip().splitlines()[-1])
+        print(json.dumps(runs[layers]), flush=True)
+    full = runs[61]
+    ratio = full["passes_s"] / runs[31]["passes_s"]
+    return [
+        Figure("DeepSeek-V3, 61 layers: trace and passes", full["trace_s"] + full["passes_s"], 60, "s"),
+        Figure("DeepSeek-V3, 61 layers: peak memory", full["peak_memory_gb"], 4, "GB"),
+        Figure("passes, 61 layers / 31 layers", ratio, 2.3, "x", slack=1.0),
+    ]
+
+
+def demo_figures() -> list[Figure]:
+    """The demo, set-up apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = timed([sys.executable, "-m", "dbo_fx.cli", "demo"], Path(folder))
+    return [Figure("dbo-fx demo", seconds, 90, "s")]
+
+
+def main() -> int:
+    """Measure everything; exit 1 if a figure fails."""
+    figures = [*show_figures(), *full_size_figures(), *demo_figures()]
+    for figure in figures:
+        print(figure)
+    return 0 if all(f.ok for f in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""Named ways to break the compiler, each with the test that must notice.
+
+A pytest plugin: `DBO_FX_MUTATION=NAME pytest -p mutations TEST` runs a test on the broken compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+VARIABLE = "DBO_FX_MUTATION"
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One way to break a part.
+
+    Attributes:
+        part: The pass or module that is broken.
+        test: Id of the test that must fail, below `tests/`.
+        apply: Breaks it.
+    """
+
+    part: str
+    test: str
+    apply: Patch
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(part: str, test: str) -> Callable[[Patch], Patch]:
+    """Register a function as a mutation under its own name."""
+
+    def register(apply: Patch) -> Patch:
+        MUTATIONS[apply.__name__] = Mutation(part, test, apply)
+        return apply
+
+    return register
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Apply the mutation that the environment names, before any test module is imported."""
+    name = os.environ.get(VARIABLE)
+    if name is not None:
+        patch = pytest.MonkeyPatch()
+        MUTATIONS[name].apply(patch)
+        config.add_cleanup(patch.undo)
+
+
+def nothing(*_: object, **__: object) -> None:
+    """What a forgotten check does."""
+
+
+@mutation("normalize", "test_emit.py::test_written_inputs_change_once_per_call")
+def unread_writes_are_dead(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import normalize
+
+    is_root = normalize.is_root
+
+    def only_outputs(node: Any, effects: Any) -> bool:
+        return bool(is_root(node, replace_live_in(effects)))
+
+    def replace_live_in(effects: Any) -> Any:
+        return replace(effects, live_in=frozenset())
+
+    patch.setattr(normalize, "is_root", only_outputs)
+
+
+@mutation("effects", "test_verify.py::test_two_segments_that_share_a_cache_in_the_wrong_order")
+def no_war_edges(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.effects import Effects
+
+    dependencies = Effects.dependencies
+
+    def without(self: Any, nodes: Any) -> Iterator[Any]:
+        return (d for d in dependencies(self, nodes) if d.kind != "WAR")
+
+    patch.setattr(Effects, "dependencies", without)
+
+
+@mutation("regions", "test_schedule_pass.py::test_the_program_has_the_same_order")
+def a0_and_a1_swapped(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.ir import Phase
+    from dbo_fx.passes import regions
+
+    apply = regions.Regions.apply
+    other = {Phase.A0: Phase.A1, Phase.A1: Phase.A0}
+
+    def swapped(self: Any, state: Any) -> Any:
+        result = apply(self, state)
+        for node in state.graph.nodes:
+            tag = regions.tag_of(node)
+            if tag is not None and tag.phase in other:
+                regions.set_tag(node, replace(tag, phase=other[tag.phase]))
+        return result
+
+    patch.setattr(regions.Regions, "apply", swapped)
+
+
+@mutation("regions", "test_lower.py::test_names_say_phase_microbatch_and_layer")
+def the_shared_expert_is_routed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.ir import Phase
+    from dbo_fx.passes import regions
+
+    apply = regions.Regions.apply
+
+    def no_s(self: Any, state: Any) -> Any:
+        result = apply(self, state)
+        for node in state.graph.nodes:
+            tag = regions.tag_of(node)
+            if tag is not None and tag.phase is Phase.S:
+                regions.set_tag(node, replace(tag, phase=Phase.A1))
+        return result
+
+    patch.setattr(regions.Regions, "apply", no_s)
+
+
+@mutation("soundness", "test_backend.py::test_random_numbers_are_refused")
+def random_numbers_are_allowed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import soundness
+
+    patch.setattr(soundness, "_refuse_random", nothing)
+
+
+@mutation("soundness", "test_backend.py::test_a_batch_that_is_too_small_is_refused")
+def ranges_are_not_evaluated_again(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import compiled
+
+    patch.setattr(compiled, "sizes_refused", nothing)
+
+
+@mutation("positions", "test_microbatch.py::test_positions_move_with_the_microbatch")
+def no_offset(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.positions import Position
+
+    patch.setattr(Position, "shift", nothing)
+
+
+@mutation("positions", "test_microbatch.py::test_a_local_index_does_not_move")
+def every_window_moves(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import microbatch
+
+    positions = microbatch.positions
+
+    def moved(state: Any) -> Any:
+        return {n: replace(p, offset=True) for n, p in positions(state).items()}
+
+    patch.setattr(microbatch, "positions", moved)
+
+
+@mutation("microbatch", "test_microbatch.py::test_slices_are_neighbours_and_cover_the_batch")
+def every_slice_starts_at_zero(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.microbatch import _Copier
+
+    slice_inputs = _Copier._slice_inputs
+
+    def from_zero(self: Any, m: int) -> None:
+        bounds, self.bounds = self.bounds, [0, *self.bounds[1:]]
+        self.bounds[m] = 0
+        slice_inputs(self, m)
+        self.bounds = bounds
+
+    patch.setattr(_Copier, "_slice_inputs", from_zero)
+
+
+@mutation("microbatch", "test_microbatch.py::test_sizes_are_rebound_to_the_microbatch")
+def sizes_are_not_rebound(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.microbatch import _Copier
+
+    slice_inputs = _Copier._slice_inputs
+
+    def whole_size(self: Any, m: int) -> None:
+        slice_inputs(self, m)
+        self.env[m][self.total_source] = self.total
+
+    patch.setattr(_Copier, "_slice_inputs", whole_size)
+
+
+@mutation("microbatch", "test_microbatch.py::test_a_view_of_the_tokens_has_all_rows")
+def views_of_inputs_are_not_merged(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.microbatch import _Copier
+
+    merge = _Copier._merge
+
+    def last(self: Any, node: Any) -> Any:
+        is_view = self.state.effects.of(node).results & self.state.effects.live_in
+        return self.env[-1][node] if is_view else merge(self, node)
+
+    patch.setattr(_Copier, "_merge", last)
+
+
+@mutation(
+    "microbatch",
+    "test_microbatch.py::test_effects_of_the_copies_are_apart_and_those_of_inputs_are_not",
+)
+def copies_share_their_storages(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.microbatch import _Copier
+
+    patch.setattr(_Copier, "_private_keys", lambda self: frozenset())
+
+
+@mutation("halves", "test_halves.py::test_every_microbatch_has_its_own_slot")
+def one_slot_for_all_microbatches(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import halves
+
+    split = halves._split_launch
+
+    def same(state: Any, comm: Any, launch: Any, m: int, slot: int) -> None:
+        split(state, comm, launch, m, 0)
+
+    patch.setattr(halves, "_split_launch", same)
+
+
+@mutation("halves", "test_halves.py::test_readers_depend_on_the_recv_and_the_recv_on_the_send")
+def the_recv_writes_nothing(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import halves
+
+    access = halves.Access
+
+    def reads_only(reads: Any = frozenset(), writes: Any = frozenset(), results: Any = ()) -> Any:
+        own = frozenset() if reads == writes else writes
+        return access(reads, own, frozenset(results))
+
+    patch.setattr(halves, "Access", reads_only)
+
+
+@mutation(
+    "schedule", "test_schedule_pass.py::test_a_later_microbatch_may_not_write_the_cache_first"
+)
+def broken_orders_are_accepted(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.schedule import Order
+
+    patch.setattr(Order, "_check", nothing)
+
+
+@mutation("schedule", "test_schedule_pass.py::test_the_graph_has_the_order_of_the_schedule")
+def the_order_is_not_applied(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.schedule import Order
+
+    patch.setattr(Order, "_reorder", nothing)
+
+
+@mutation(
+    "streams", "test_streams.py::test_a_send_waits_for_the_compute_stream_and_a_recv_for_the_send"
+)
+def the_compute_stream_never_waits(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import sync
+    from dbo_fx.passes.streams import _Events, stream_of
+
+    insert = _Events.insert
+
+    def forgetful(self: Any) -> None:
+        insert(self)
+        for node in list(self.state.graph.nodes):
+            if node.target is sync.wait and stream_of(node) == "comp":
+                self.state.graph.erase_node(node)
+
+    patch.setattr(_Events, "insert", forgetful)
+
+
+@mutation("streams", "test_streams.py::test_no_event_and_no_keepalive_is_redundant")
+def every_dependency_has_its_own_event(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.streams import _Events
+
+    sync_ = _Events._sync
+
+    def again(self: Any, before: Any, after: Any, position: Any) -> None:
+        sync_(self, before, after, position)
+        self.known.clear()
+        sync_(self, before, after, position)
+
+    patch.setattr(_Events, "_sync", again)
+
+
+@mutation(
+    "streams",
+    "test_streams.py::test_a_keepalive_stands_behind_the_recv_and_names_inputs_and_buffers",
+)
+def nothing_is_kept_alive(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import streams
+
+    patch.setattr(streams, "_keep_alive", lambda state: 0)
+
+
+@mutation("lower", "test_lower.py::test_layers_that_differ_in_a_constant_do_not_share_a_segment")
+def structure_ignores_constants(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import lower
+
+    def blind(graph: Any) -> str:
+        index = {node: i for i, node in enumerate(graph.nodes)}
+        lines = [f"{n.op} {n.target} {[index[a] for a in n.all_input_nodes]}" for n in graph.nodes]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    patch.setattr(lower, "structure", blind)
+
+
+@mutation("lower", "test_lower.py::test_dependencies_speak_of_the_lowered_graph")
+def dependencies_stay_with_the_old_nodes(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes.lower import _Lowering
+
+    patch.setattr(_Lowering, "dependencies", lambda self: self.state.dependencies)
+
+
+@mutation("verify", "test_verify.py::test_a_dropped_wait_of_a_recv")
+def orders_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import verify
+
+    patch.setattr(verify, "_check_dependencies", lambda *_: 0)
+
+
+@mutation("verify", "test_verify.py::test_a_dropped_keepalive")
+def lifetimes_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import verify
+
+    patch.setattr(verify, "_check_lifetimes", nothing)
+
+
+@mutation("verify", "test_verify.py::test_the_last_launch_must_be_waited_for")
+def the_join_is_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import verify
+
+    patch.setattr(verify, "_check_joined", nothing)
+
+
+@mutation("verify", "test_verify.py::test_more_in_flight_than_the_transport_allows")
+def communication_is_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import verify
+
+    patch.setattr(verify, "_check_communication", lambda *_: (0, 0))
+
+
+@mutation("verify", "test_verify.py::test_a_record_moved_before_what_it_is_for")
+def a_wait_waits_for_everything(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import verify
+
+    clocks = verify._clocks
+
+    def generous(nodes: list[Any]) -> Any:
+        found, events = clocks(nodes)
+        return {n: dict.fromkeys(("comp", "comm"), i) for i, n in enumerate(found)}, events
+
+    patch.setattr(verify, "_clocks", generous)
+
+
+@mutation("emit", "test_emit.py::test_the_comm_stream_is_current_for_sends_only")
+def streams_are_not_switched_back(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.emit import _Streams
+
+    call = _Streams._call
+
+    def one_way(self: Any, method: str, *args: Any) -> None:
+        if (method, args) != ("use", ("comp",)):
+            call(self, method, *args)
+
+    patch.setattr(_Streams, "_call", one_way)
+
+
+@mutation("emit", "test_emit.py::test_the_trace_on_cpu_is_the_program")
+def waits_are_not_emitted(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.emit import _Streams
+
+    call = _Streams._call
+
+    def silent(self: Any, method: str, *args: Any) -> None:
+        if method != "wait":
+            call(self, method, *args)
+
+    patch.setattr(_Streams, "_call", silent)
+
+
+@mutation("compiled", "test_emit.py::test_a_call_that_fails_half_way_leaves_nothing_in_flight")
+def failed_calls_leave_operations_in_flight(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import compiled
+
+    patch.setattr(compiled, "abandon_in_flight", nothing)
+
+
+@mutation("comm/gloo", "test_emit.py::test_who_reads_before_the_recv_sees_poison")
+def results_are_visible_at_once(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.gloo import GlooReference
+
+    launch = GlooReference.launch
+
+    def eager(self: Any, inputs: Any, outputs: Any, collective: str, group: str) -> Any:
+        flight = launch(self, inputs, outputs, collective, group)
+        self.finish(flight, outputs)
+        return flight
+
+    patch.setattr(GlooReference, "launch", eager)
+
+
+@mutation(
+    "comm/gloo",
+    "test_emit.py::test_results_and_written_inputs_equal_the_microbatched_reference_bit_for_bit",
+)
+def received_data_stays_hidden(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.gloo import GlooReference
+
+    patch.setattr(GlooReference, "finish", nothing)
+
+
+@mutation(
+    "differential",
+    "test_differential.py::test_a_graph_that_mixes_rows_is_refused_and_the_rows_are_named",
+)
+def every_difference_is_rounding(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import differential
+
+    patch.setattr(differential, "_relative", lambda *_: 0.0)
+
+
+@mutation(
+    "differential",
+    "test_differential.py::test_written_inputs_are_written_once_by_the_first_call_as_by_later_ones",
+)
+def written_inputs_are_not_restored(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.differential import Differential
+
+    patch.setattr(Differential, "_restore", staticmethod(nothing))
+
+
+@mutation(
+    "differential", "test_differential.py::test_near_ties_in_the_router_are_replayed_and_counted"
+)
+def near_ties_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.differential import _Replay
+
+    def plain(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    patch.setattr(_Replay, "__torch_dispatch__", plain)

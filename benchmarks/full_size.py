@@ -1,7 +1,7 @@
 """Compile the full-size DeepSeek-V3 without its weights, and say what that costs.
 
-Meta tensors, a fake process group of 64 ranks, no GPU. Prints one JSON object: seconds for Dynamo and
-capture, seconds per pass, peak memory.
+Meta tensors, a fake process group of 64 ranks, no GPU. Prints one JSON object: seconds for Dynamo
+and capture, seconds per pass, peak memory.
 
     python benchmarks/full_size.py --layers 61
 """
@@ -14,11 +14,12 @@ import resource
 import sys
 import time
 
-sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
-
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# transformers looks for torchvision, whose build may not fit torch's.
+sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
 
 def build(layers: int) -> torch.nn.Module:

@@ -1,8 +1,8 @@
 """The whole path on two GPUs: one CUDA graph per batch size, replayed, against the serial run.
 
 Every rank compiles a small DeepSeek-V3 (bfloat16, NCCL, eager segments, communication on its own
-stream), captures the whole compiled call in one CUDA graph, replays it with new inputs, and compares
-bit for bit with the sequential program run eagerly. Writes one JSON file.
+stream), captures the whole compiled call in one CUDA graph, replays it with new inputs, and
+compares bit for bit with the sequential program run eagerly. Writes one JSON file.
 
     python benchmarks/gpu_spine.py --output benchmarks/results/gpu_spine.json
 """
@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
-
 import torch
 import torch.distributed as dist
 
@@ -28,6 +26,9 @@ from dbo_fx.demo import build_model
 from dbo_fx.launch import run_ranks
 from dbo_fx.models import DEMO_CONFIG
 from dbo_fx.replay import capture
+
+# transformers looks for torchvision, whose build may not fit torch's.
+sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
 BATCHES = (4, 7, 16, 64, 255)
 TOKENS = 64
@@ -101,9 +102,12 @@ def main() -> int:
     parser.add_argument("--commit", help="default: what git says")
     args = parser.parse_args()
     ranks = run_ranks(rank_main, 2, backend="nccl", timeout_s=400)
-    commit = args.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    commit = (
+        args.commit
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
     result = {
         "command": f"python benchmarks/gpu_spine.py --output {args.output.name}",
         "device": f"2 x {torch.cuda.get_device_name(0)}",

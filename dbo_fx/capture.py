@@ -76,7 +76,7 @@ class CapturedGraph:
         upper = "inf" if self.rules.upper is None else self.rules.upper
         return (
             f"captured graph: {calls} calls, {len(self.placeholders)} inputs\n"
-            f"split along {self.symbol} in [{self.rules.lower}, {upper}]: {inputs}\n"
+            f"split along {self.symbol}, {self.rules.lower} to {upper}: {inputs}\n"
             f"guards on it: {', '.join(map(str, self.rules.guards)) or 'none'}"
         )
 
@@ -92,11 +92,18 @@ def value_of(node: Node) -> Any:
 
 
 def where(node: Node) -> str:
-    """`name (op) at file:line` for messages; the line is the model's own where it is known."""
+    """`name (op) in module path at file:line` for messages, as far as Dynamo knows them."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     place = f" at {lines[-1]}" if lines else ""
-    return f"{node.name} ({node.target}){place}"
+    path = module_path(node)
+    return f"{node.name} ({node.target}){f' in {path}' if path else ''}{place}"
+
+
+def module_path(node: Node) -> str:
+    """The module that called the op, as the user names it: `model.layers.1.mlp.gate`."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).removeprefix("L['self']").strip(".") if stack else ""
 
 
 def from_dynamo(gm: GraphModule, split_dim: int | None = None) -> CapturedGraph:
@@ -321,7 +328,8 @@ def _refuse_data_dependent(module: GraphModule, symbol: sympy.Symbol) -> None:
             raise UnsupportedGraphError(
                 f"{where(node)} makes a size that depends on data ({symbols - known}); such a "
                 "graph waits for the device and cannot be captured. Use static shapes, for example "
-                "a capacity per expert, or masks instead of boolean indexing."
+                "a capacity per expert, or masks instead of boolean indexing. (dynamic=True turns "
+                "Python numbers into data, too: mark the token dim instead.)"
             )
         if node.op == "call_function" and not is_known_call(node):
             raise UnsupportedGraphError(

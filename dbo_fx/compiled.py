@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -119,8 +120,8 @@ class CompiledProgram:
         """Run the program on the graph's inputs.
 
         Raises:
-            SoundnessError: this batch size breaks an assumption of the graph, or, on the first call,
-                the split result differs from the unsplit one.
+            SoundnessError: this batch size breaks an assumption of the graph, or, on the first
+                call, the split result differs from the unsplit one.
         """
         self.check_size(args)
         try:
@@ -159,7 +160,7 @@ class CompiledProgram:
             return
         count = self.program.microbatches
         bounds = [total * i // count for i in range(count + 1)]
-        sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        sizes = [high - low for low, high in pairwise(bounds)]
         refused = sizes_refused(self.captured.rules, sizes)
         if refused is not None:
             raise SoundnessError(f"a batch of {total} rows cannot be split: {refused}")

@@ -1,8 +1,8 @@
 """The numeric differential: split program against unsplit graph, on the first call's real inputs.
 
-Routing is discrete: where two experts score almost the same, rounding decides, and outputs then differ by
-far more than rounding. So the top-k ids chosen by the split run are recorded and replayed in the
-unsplit one. What remains is rounding, and must stay below a tolerance.
+Routing is discrete: where two experts score almost the same, rounding decides, and outputs then
+differ by far more than rounding. So the top-k ids chosen by the split run are recorded and replayed
+in the unsplit one. What remains is rounding, and must stay below a tolerance.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Differential:
         self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
 
     def can_run(self, args: tuple[Any, ...]) -> bool:
-        """Whether there are real values to compare: not for meta or fake tensors, not under capture."""
+        """Whether there are values to compare: no meta or fake tensors, not under CUDA capture."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
             return False
@@ -116,7 +116,8 @@ class Differential:
         alone = coefficient(expression(shape[dims[0]]), symbol) == 1
         if dims[0] >= token.dim or outer == 1 or alone:
             return torch.cat(pieces, dims[0])
-        joined = torch.cat([p.unflatten(dims[0], (outer, -1)) for p in pieces], dims[0] + 1)
+        apart = [torch.unflatten(p, dims[0], (outer, -1)) for p in pieces]
+        joined = torch.cat(apart, dims[0] + 1)
         return joined.flatten(dims[0], dims[0] + 1)
 
     @staticmethod
@@ -125,11 +126,11 @@ class Differential:
             args[index].copy_(value)
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the ids of every top-k, in the order of the calls."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.chosen: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,11 +140,11 @@ class _Record(TorchDispatchMode):
         return result
 
 
-class _Replay(TorchDispatchMode):
-    """Answers the n-th top-k with the n-th given ids, and counts the rows that would have differed."""
+class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers the n-th top-k with the n-th given ids; counts the rows that would have differed."""
 
     def __init__(self, chosen: list[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.chosen = iter(chosen)
         self.flips = 0
 
@@ -189,9 +190,10 @@ def _judge(pairs: list[tuple[str, Any, Any]], flips: int) -> Verdict:
         largest = max(largest, difference)
         if error is None and not difference <= limit:
             error = (
-                f"splitting this batch changes results: {name} differs by {difference:.1e} relative "
-                f"(allowed for {split.dtype}: {limit:.0e}). {_rows(split, whole, limit)}Some op mixes "
-                "rows of the batch (a mean, a sort, attention over the split dim without a cache). "
+                f"splitting this batch changes results: {name} differs by {difference:.1e} "
+                f"relative (allowed for {split.dtype}: {limit:.0e}). {_rows(split, whole, limit)}"
+                "Some op mixes rows of the batch (a mean, a sort, attention over the split dim "
+                "without a cache). "
                 "Split along another dim (option split_dim), or keep the op out of the region."
             )
     return Verdict(largest, len(tensors), flips, error)

@@ -1,9 +1,10 @@
 """From the lowered graph to the module that runs.
 
 needs:    a verified graph
-ensures:  a flat GraphModule whose nodes are segments, sends and recvs, and runtime calls; its Python order is the
-          schedule; nothing traces or compiles it again
-before -> after: `wait(1, 'comp')` -> `runtime.wait(1, 'comp')`; a send on comm -> `runtime.use('comm')` around it
+ensures:  a flat GraphModule whose nodes are segments, sends and recvs, and runtime calls; its
+          Python order is the schedule; nothing traces or compiles it again
+before -> after: `wait(1, 'comp')` -> `runtime.wait(1, 'comp')`;
+                 a send on comm -> `runtime.use('comm')`, the send, `runtime.use('comp')`
 """
 
 from __future__ import annotations

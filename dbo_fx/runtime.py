@@ -1,9 +1,9 @@
 """What an emitted module calls while it runs: streams, events, and a trace of both on CPU.
 
-Python order is the schedule. On CUDA every event is a real event and `comm` a real stream; the compute
-stream is the one that is current when the call starts, so a Full CUDA graph captures the whole call.
-On CPU there are no streams: everything runs in program order, and the trace says which order a device
-would have been told.
+Python order is the schedule. On CUDA every event is a real event and `comm` a real stream; the
+compute stream is the one that is current when the call starts, so a Full CUDA graph captures the
+whole call. On CPU there are no streams: everything runs in program order, and the trace says which
+order a device would have been told.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Runtime(torch.nn.Module):
         if self.is_cuda:
             self._streams[COMP] = torch.cuda.current_stream(self.device)
             if COMM not in self._streams:
-                self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)
+                self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def use(self, stream: str) -> None:
         """Launch what follows on this stream."""
@@ -67,7 +67,7 @@ class Runtime(torch.nn.Module):
         self.trace.append(TraceEntry("record", stream, event))
         if self.is_cuda:
             if event not in self._events:
-                self._events[event] = torch.cuda.Event()
+                self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._events[event].record(self._streams[stream])
 
     def wait(self, event: int, stream: str) -> None:

@@ -1,4 +1,4 @@
-"""Markers for stream order in a scheduled graph. `emit` replaces `record` and `wait` by runtime calls."""
+"""Markers for stream order in a scheduled graph; `emit` makes them calls of the runtime."""
 
 from __future__ import annotations
 

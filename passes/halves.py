@@ -1,13 +1,14 @@
 """Replace every dispatch and combine by buffers, a send and a recv.
 
 needs:    the microbatched graph, each communication still in one piece
-ensures:  send directly followed by recv; the buffers are allocated by a node of their own on the compute
-          stream; `state.dependencies` lists what must run before what from here on
+ensures:  send directly followed by recv; the buffers are allocated by a node of their own on the
+          compute stream; `state.dependencies` lists what must run before what from here on
 before -> after: `rx, ri, rw = dispatch(x, ids, w)` ->
-                 `b = comm_buffers([x, ids, w]); dispatch_send([x, ids, w], b); dispatch_recv(b); rx = b[0]`
+                 `b = comm_buffers([x, ids, w]); dispatch_send([x, ids, w], b);
+                 dispatch_recv(b); rx = b[0]`
 
-Allocating on the compute stream, before the event that the communication stream waits for, makes the
-buffers safe to reuse without `record_stream`.
+Allocating on the compute stream, before the event that the communication stream waits for, makes
+the buffers safe to reuse without `record_stream`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _split_launch(state: State, comm: Communication, launch: Launch, m: int, slo
 
     old = env[launch.node]
     with graph.inserting_before(old):
-        args = (inputs, launch.collective, launch.group)
+        args: tuple[Any, ...] = (inputs, launch.collective, launch.group)
         buffers = call(BUFFERS, args, Half.SEND, "buffers", Access(results=arrived))
         buffers.meta["val"] = [_value(launch, i) for i in range(len(inputs))]
         args = (inputs, buffers, launch.collective, launch.group, slot)
@@ -106,7 +107,7 @@ def _erase(state: State, node: Node) -> None:
 
 
 def _landing_keys(state: State, launch: Launch, index: int, m: int) -> frozenset[Key]:
-    """The storages that stand for what arrives: those of the results, so that readers depend on it."""
+    """The storages that stand for what arrives: those of the results, which readers depend on."""
     copies = [state.copies[m][n] for n in launch.results[index]]
     keys = [state.effects.of(c).results for c in copies]
     own = frozenset[Key]({("landing", launch.node.name, index, m)})

@@ -1,9 +1,9 @@
 """Turn runs of compute nodes into segments, one submodule per distinct structure.
 
 needs:    a graph with streams and events
-ensures:  every compute or shared node is inside a segment, called as `self.segment_N(...)`; segments of equal
-          structure are one object, over layers, microbatches and schedules; `effects` and `dependencies`
-          speak of the segments' calls
+ensures:  every compute or shared node is inside a segment, called as `self.segment_N(...)`;
+          segments of equal structure are one object, over layers, microbatches and schedules;
+          `effects` and `dependencies` speak of the segments' calls
 before -> after: `a = linear(x, w); b = silu(a)` -> `A_m0_l0 = self.segment_0(x, w); b = A_m0_l0[0]`
 
 A segment ends where A, MLP, S or TAIL of one microbatch ends. Nothing is fused across them.
@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from dbo_fx.passes.schedule import is_same_segment
+from dbo_fx.passes.streams import stream_of
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
@@ -25,8 +27,6 @@ from torch.utils._pytree import tree_leaves
 from dbo_fx.capture import value_of
 from dbo_fx.effects import Access, Dependency
 from dbo_fx.ir import Phase
-from dbo_fx.passes.schedule import is_same_segment
-from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
 from dbo_fx.tag import set_tag, tag_of
 
@@ -137,7 +137,7 @@ class _Lowering:
         return self.by_structure[key]
 
     def dependencies(self) -> tuple[Dependency, ...]:
-        """The old dependencies, between calls; those inside one segment are kept by its own order."""
+        """The old dependencies, between calls; a segment's own order keeps those inside it."""
         found = {}
         for d in self.state.dependencies:
             before, after = (self.call_of.get(n, n) for n in (d.before, d.after))

@@ -1,29 +1,31 @@
 """Copy the graph per microbatch by rebinding the size symbol; slice inputs, merge outputs.
 
 needs:    a tagged, sound graph and its effects
-ensures:  a graph that runs microbatch 0 whole, then 1, ...; every copy carries its microbatch in its
-          tag; shared nodes exist once; `state.copies` and `effects` speak of the new graph
-before -> after: `y = f(x, s)` -> `x0 = x[:s0]; y0 = f(x0, s0); x1 = x[s0:]; y1 = f(x1, s1); cat(y0, y1)`
+ensures:  a graph that runs microbatch 0 whole, then 1, ...; every copy carries its microbatch in
+          its tag; shared nodes exist once; `state.copies` and `effects` speak of the new graph
+before -> after: `y = f(x, s)` ->
+                 `x0 = x[:s0]; y0 = f(x0, s0); x1 = x[s0:]; y1 = f(x1, s1); cat(y0, y1)`
 
 Rebinding, not retracing: retracing at the microbatch's size adds guards to Dynamo's graph.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from dbo_fx.passes.normalize import size_node
+from dbo_fx.passes.positions import positions
 from torch.fx import Graph, Node, map_arg
 from torch.utils._pytree import tree_map
 
 from dbo_fx.capture import is_size_value, value_of, where
 from dbo_fx.effects import Access, Effects
 from dbo_fx.errors import SoundnessError
-from dbo_fx.passes.normalize import size_node
-from dbo_fx.passes.positions import positions
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import coefficient, expression, free_symbols
 from dbo_fx.tag import Tag, retag, set_tag, tag_of
@@ -113,9 +115,9 @@ class _Copier:
         return node
 
     def _copy(self, node: Node, m: int | None, env: dict[Node, Node]) -> Node:
-        # Naming the copy at birth: a rename would make the namespace search for a free number again.
+        # Named at birth: a rename would make the namespace search for a free number again.
         name = node.name if m is None else f"{node.name}_m{m}"
-        args, kwargs = (map_arg(a, env.__getitem__) for a in (node.args, node.kwargs))
+        args, kwargs = map_arg(node.args, env.__getitem__), map_arg(node.kwargs, env.__getitem__)
         copy = self.graph.create_node(node.op, node.target, args, kwargs, name, node.type)
         copy.meta = dict(node.meta)
         if m is not None:
@@ -229,10 +231,12 @@ class _Copier:
         """Concatenate along the split size; undo a flattening of (outer, split, ...) first."""
         token = self.state.captured.token_inputs[0]
         first = value_of(self.state.captured.placeholders[token.index])
-        outer = first.shape[: token.dim].numel() if token.dim else 1
+        sizes = [expression(s) for s in first.shape[: token.dim]]
+        # Size.numel() would fix a symbolic size, and Dynamo then refuse the mark on it.
+        outer = math.prod(map(int, sizes)) if all(s.is_Integer for s in sizes) else None
         factor = coefficient(expression(value.shape[dim]), self.symbol)
-        flat = dim < token.dim and outer > 1 and factor != 1
-        if factor is None or (flat and factor % outer):
+        flat = dim < token.dim and outer != 1 and factor != 1
+        if factor is None or (flat and (outer is None or factor % outer)):
             raise SoundnessError(
                 f"output {place}: size {value.shape[dim]} of dim {dim} is not a multiple of the "
                 f"split size {self.symbol} that a concatenation could rebuild. Return it per token."

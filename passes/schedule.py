@@ -1,9 +1,11 @@
 """Put the nodes into the order of a schedule.
 
 needs:    communications in halves, tags with microbatches, `state.dependencies`
-ensures:  sizes and slices first, then the actions in the schedule's order, merges last; shared nodes right
-          before the first action that needs them; every dependency holds in the new order
-before -> after: all of m0, all of m1 -> `A0_m0@0 A1_m0@0 D_m0.send@0 A0_m1@0 A1_m1@0 D_m0.recv@0 ...`
+ensures:  sizes and slices first, then the actions in the schedule's order, merges last; shared
+          nodes right before the first action that needs them; every dependency holds in the new
+          order
+before -> after: all of m0, all of m1 ->
+                 `A0_m0@0 A1_m0@0 D_m0.send@0 A0_m1@0 A1_m1@0 D_m0.recv@0 ...`
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from dbo_fx.passes.halves import BUFFERS
 from torch.fx import Node
 
 from dbo_fx.capture import where
 from dbo_fx.effects import Dependency
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Phase, Schedule, bind, mark
-from dbo_fx.passes.halves import BUFFERS
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 

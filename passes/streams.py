@@ -1,11 +1,12 @@
 """Give every node a stream, and every cross-stream dependency an event.
 
 needs:    an ordered graph with dependencies
-ensures:  sends on the comm stream, all else on the compute stream; a record behind the last needed node
-          and a wait before the needing one, none of them redundant; inputs and buffers of every
-          communication kept alive on the compute stream until behind its recv; `state.program` is bound
-before -> after: `send; ...; recv` -> `record e0; wait e0 (comm); send (comm); record e1 (comm); ...; wait e1; recv;
-                 keepalive`
+ensures:  sends on the comm stream, all else on the compute stream; a record behind the last needed
+          node and a wait before the needing one, none of them redundant; inputs and buffers of
+          every communication kept alive on the compute stream until behind its recv;
+          `state.program` is bound
+before -> after: `send; ...; recv` -> `record e0; wait e0 (comm); send (comm); record e1 (comm);
+                 ...; wait e1; recv; keepalive`
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.schedule import action_of
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx import sync
 from dbo_fx.effects import Dependency
 from dbo_fx.ir import COMM, COMP, Half, Keepalive, Merge, Program, Record, Run, Step, Wait
-from dbo_fx.passes.halves import BUFFERS, OPS
-from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from dbo_fx.tag import Tag, retag, set_tag, tag_of
 

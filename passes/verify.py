@@ -4,8 +4,8 @@ needs:    the lowered graph with markers, its dependencies
 ensures:  a certificate, or a refusal that names the two nodes and the missing order
 before -> after: the graph is not changed
 
-Happens-before is computed with one clock per stream: a node's clock holds, per stream, the position of
-the last node known to be complete before it starts. Streams run in order; a wait takes over the
+Happens-before is computed with one clock per stream: a node's clock holds, per stream, the position
+of the last node known to be complete before it starts. Streams run in order; a wait takes over the
 clock of its event's record.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from dbo_fx.passes.schedule import action_of
+from dbo_fx.passes.streams import RECVS, SENDS, stream_of
 from torch.fx import Node
 
 from dbo_fx import sync
 from dbo_fx.errors import VerificationError
 from dbo_fx.ir import COMP, Action, Half
-from dbo_fx.passes.schedule import action_of
-from dbo_fx.passes.streams import RECVS, SENDS, stream_of
 from dbo_fx.pipeline import State
 
 Clock = dict[str, int]
@@ -48,8 +48,8 @@ class Certificate:
         """One paragraph."""
         return (
             f"{self.dependencies} dependencies hold, {self.cross_stream} of them across streams; "
-            f"{self.communications} sends have one recv each, at most {self.max_in_flight} in flight; "
-            f"{self.events} events; all streams joined"
+            f"{self.communications} sends have one recv each, at most {self.max_in_flight} in "
+            f"flight; {self.events} events; all streams joined"
         )
 
 
@@ -168,7 +168,7 @@ def _check_communication(nodes: list[Node], limit: int | None) -> tuple[int, int
 def _check_lifetimes(
     nodes: list[Node], position: dict[Node, int], clocks: dict[Node, Clock]
 ) -> None:
-    """What another stream touches is named on its own stream once more, after that stream waited."""
+    """What another stream touches is named on its own stream again, after that stream waited."""
     for node in nodes:
         stream = stream_of(node)
         if node.op == "placeholder" or node.op == "output" or stream == COMP:
@@ -183,8 +183,9 @@ def _check_lifetimes(
             )
             if not held:
                 raise VerificationError(
-                    f"{argument.name} may be freed while {_named(node)} still uses it: no later use "
-                    f"on {stream_of(argument)} waits for {stream}. Add a keepalive behind the recv."
+                    f"{argument.name} may be freed while {_named(node)} still uses it: no later "
+                    f"use on {stream_of(argument)} waits for {stream}. Add a keepalive behind the "
+                    "recv."
                 )
 
 

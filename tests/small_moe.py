@@ -1,4 +1,4 @@
-"""Small MoE models for the pass tests, process groups without peers, and the pipeline up to a pass."""
+"""Small MoE models for the pass tests, groups without peers, and the pipeline up to a pass."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from dbo_fx import schedules, sync
-from dbo_fx.capture import CapturedGraph, from_dynamo
-from dbo_fx.comm import groups
-from dbo_fx.emit import Emit
-from dbo_fx.ir import Schedule
 from dbo_fx.passes.halves import Halves
 from dbo_fx.passes.lower import Lower, qualified_name
 from dbo_fx.passes.microbatch import Microbatch
@@ -30,6 +22,15 @@ from dbo_fx.passes.schedule import Order
 from dbo_fx.passes.soundness import Soundness
 from dbo_fx.passes.streams import Streams
 from dbo_fx.passes.verify import Verify
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dbo_fx import schedules, sync
+from dbo_fx.capture import CapturedGraph, from_dynamo
+from dbo_fx.comm import groups
+from dbo_fx.emit import Emit
+from dbo_fx.ir import Schedule
 from dbo_fx.pipeline import Pipeline, State
 from dbo_fx.tag import tag_of
 
@@ -118,6 +119,23 @@ class CachedMoe(PlainMoe):
             x = h + self.experts(layer, h) + F.silu(F.linear(h, self.shared[layer]))
         counter.add_(x.shape[0])
         return F.linear(x, self.head)
+
+
+class TwoLaunches(PlainMoe):
+    """Rows and weights travel in two all-gathers, results come back by reduce-scatter."""
+
+    def experts(self, layer: int, h: Tensor) -> Tensor:
+        got = funcol.all_gather_tensor(h, 0, self.group)
+        weights = funcol.all_gather_tensor(h.softmax(-1), 0, self.group)
+        return funcol.reduce_scatter_tensor(got * weights, "sum", 0, self.group)
+
+
+class Appends(PlainMoe):
+    """Writes its rows into a cache and reads all of it."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:  # type: ignore[override]
+        cache.index_copy_(0, torch.arange(x.shape[0]), x)
+        return self.body(x @ cache.T @ cache)
 
 
 def rows(count: int = 6, seed: int = 1) -> Tensor:
@@ -236,11 +254,10 @@ def text_of(graph: Graph) -> str:
     number: dict[Node, str] = {}
     lines = []
     for node in graph.nodes:
-        kind = "in" if node.op == "placeholder" else "%"
-        number[node] = f"{kind}{sum(n.startswith(kind) for n in number.values())}"
-        if node.op == "placeholder":
+        if node.op == "placeholder":  # Numbered at first use: Dynamo's order of inputs may change.
             continue
         args = ", ".join(_argument(a, number) for a in node.args)
+        number[node] = f"%{sum(n.startswith('%') for n in number.values())}"
         tag = tag_of(node)
         place = ""
         if tag is not None:
@@ -254,7 +271,8 @@ def text_of(graph: Graph) -> str:
 
 def _argument(value: Any, number: dict[Node, str]) -> str:
     if isinstance(value, Node):
-        return number[value]
+        inputs = sum(n.startswith("in") for n in number.values())
+        return number.setdefault(value, f"in{inputs}")
     if isinstance(value, tuple | list):
         return f"[{', '.join(_argument(v, number) for v in value)}]"
     return str(value)

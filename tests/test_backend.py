@@ -22,6 +22,7 @@ from dbo_fx.options import Options
 from rank_pool import RankPool
 from small_moe import (
     CachedMoe,
+    H,
     PlainMoe,
     arguments,
     one_rank,
@@ -73,6 +74,27 @@ def test_a_model_is_compiled_once_for_all_batch_sizes() -> None:
     (program,) = dbo_fx.compilations()
     assert program.checked is not None
     assert program.checked.startswith("agrees: ")
+
+
+class Sequences(PlainMoe):
+    """[B, S, H] tokens."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x.flatten(0, 1)).view(x.shape)
+
+
+@pytest.mark.parametrize("split_dim", [0, 1])
+def test_one_of_two_marked_dims_is_split_and_the_other_stays_dynamic(split_dim: int) -> None:
+    model = Sequences(2)
+    compiled = torch.compile(
+        model, backend="dbo_fx", fullgraph=True, options={"split_dim": split_dim}
+    )
+    with torch.no_grad():
+        for sizes in ((4, 6), (5, 7), (9, 4)):
+            x = torch.randn(*sizes, H, generator=torch.Generator().manual_seed(1))
+            torch._dynamo.mark_dynamic(x, [0, 1])
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert len(dbo_fx.compilations()) == 1
 
 
 def test_written_inputs_are_the_models() -> None:
@@ -237,7 +259,8 @@ def test_programs_print_readably() -> None:
     assert lines[1].startswith("ops per phase: A0 ")
     assert lines[2] == "segments: 14 calls of 5 distinct ones"
     assert lines[3] == (
-        "communication per layer: D all_gather x3 over group 0; C reduce_scatter_sum x1 over group 0"
+        "communication per layer: D all_gather x3 over group 0; "
+        "C reduce_scatter_sum x1 over group 0"
     )
     assert lines[4].startswith("certificate: ")
     names = [line.split()[0] for line in lines[5:]]
@@ -310,14 +333,12 @@ def refused(rank: int, wait: bool, *args: Any, **options: Any) -> str:
             if rank == 0:
                 dist.barrier()
                 return ""
-        try:
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
             compiled(marked(), *args)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            assert isinstance(error.inner_exception, AgreementError)
-            if wait:
-                dist.barrier()
-            return str(error.inner_exception)
-    raise AssertionError("rank compiled alone, or another program, and was not stopped")
+    if wait:
+        dist.barrier()
+    assert isinstance(caught.value.inner_exception, AgreementError)
+    return str(caught.value.inner_exception)
 
 
 def recompile_alone(rank: int) -> str:

@@ -92,7 +92,7 @@ def test_it_prints_its_facts() -> None:
     graph = captured(lambda x: x.sin().cos(), hidden(T, H))
     assert str(graph) == (
         "captured graph: 2 calls, 2 inputs\n"
-        f"split along {graph.symbol} in [2, inf]: l_x_ dim 0\n"
+        f"split along {graph.symbol}, 2 to inf: l_x_ dim 0\n"
         "guards on it: none"
     )
 

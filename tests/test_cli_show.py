@@ -42,7 +42,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "golden"),
+    ("arguments", "name"),
     [
         (["mlp_shared_overlap"], "show_mlp_shared_overlap.txt"),
         (["mlp_shared_overlap", "--layers", "2"], "show_mlp_shared_overlap_layers_2.txt"),
@@ -57,8 +57,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         ([PROGRAM, "--json"], "show_program.json"),
     ],
 )
-def test_output_is_golden(arguments, golden):
-    assert show(*arguments) == (GOLDEN / golden).read_text(encoding="utf-8")
+def test_output_is_golden(arguments, name, golden):
+    golden(name, show(*arguments))
 
 
 def test_a_shown_schedule_reads_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -122,7 +123,7 @@ def reference(trace: Traced, args: list[Any], count: int) -> Any:
     total = args[token.index].shape[0]
     bounds = [total * i // count for i in range(count + 1)]
     parts = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         piece = [high - low if isinstance(a, int) and a == total else a for a in args]
         piece[token.index] = args[token.index][low:high]
         parts.append(trace.captured.module(*piece)[0])
@@ -192,7 +193,7 @@ def test_host_time_of_every_call() -> None:
 def test_a_call_that_fails_half_way_leaves_nothing_in_flight() -> None:
     compiled, trace = compiled_model()
     wrong = trace.args()
-    expert = [i for i, a in enumerate(wrong) if isinstance(a, Tensor) and a.shape == (8, 8)][0]
+    expert = next(i for i, a in enumerate(wrong) if isinstance(a, Tensor) and a.shape == (8, 8))
     wrong[expert] = torch.ones(3, 3)
     with one_rank():
         with pytest.raises(RuntimeError, match="shape"):
@@ -208,7 +209,7 @@ def test_the_bare_module_leaves_its_operation_in_flight() -> None:
     """What the compiled program cleans up: the test above would pass by luck otherwise."""
     _, trace = compiled_model()
     wrong = trace.args()
-    expert = [i for i, a in enumerate(wrong) if isinstance(a, Tensor) and a.shape == (8, 8)][0]
+    expert = next(i for i, a in enumerate(wrong) if isinstance(a, Tensor) and a.shape == (8, 8))
     wrong[expert] = torch.ones(3, 3)
     with one_rank():
         with pytest.raises(RuntimeError):

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed._functional_collectives as funcol
+from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.schedule import action_of
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from dbo_fx.capture import value_of
 from dbo_fx.ir import Half, Phase
-from dbo_fx.passes.halves import BUFFERS, OPS
-from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from small_moe import (
     CachedMoe,
     PlainMoe,
     Traced,
+    TwoLaunches,
     fake_ranks,
     module_of,
     nodes_of,
@@ -132,15 +132,6 @@ def test_unused_results_still_travel() -> None:
         assert [len(n.args[0]) for n in nodes_of(state.graph, SEND_D)] == [3, 3]
         out = module_of(state)(*trace.args(7))
         torch.testing.assert_close(out, trace.captured.module(*trace.args(7)))
-
-
-class TwoLaunches(PlainMoe):
-    """Rows and weights travel in two all-gathers, results come back by reduce-scatter."""
-
-    def experts(self, layer: int, h: Tensor) -> Tensor:
-        got = funcol.all_gather_tensor(h, 0, self.group)
-        weights = funcol.all_gather_tensor(h.softmax(-1), 0, self.group)
-        return funcol.reduce_scatter_tensor(got * weights, "sum", 0, self.group)
 
 
 def test_functional_collectives_that_travel_together_have_slots_of_their_own() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from dbo_fx.passes.microbatch import Microbatch
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from dbo_fx.errors import SoundnessError
-from dbo_fx.passes.microbatch import Microbatch
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
 from dbo_fx.pipeline import Pipeline, State
 from dbo_fx.tag import Tag, tag_of
 from small_moe import (
@@ -128,6 +128,7 @@ def test_sizes_are_rebound_to_the_microbatch() -> None:
 def test_rebinding_adds_no_guard_to_dynamos_graph() -> None:
     trace = traced(lambda x: x.view(2 * x.shape[0], -1).relu(), (rows(),))
     shapes = trace.captured.fake_mode.shape_env
+    assert shapes is not None
     before = len(shapes.guards)
     run_passes(trace.fresh(), "microbatch", count=3)
     assert len(shapes.guards) == before
@@ -270,6 +271,23 @@ def test_the_split_dim_may_be_an_inner_one(outer: int, count: int) -> None:
 
 def test_a_moved_split_dim_is_joined_where_it_is() -> None:
     agrees(lambda x: (x * 2).transpose(0, 1).contiguous(), batch(2, 7), dim=1)
+
+
+def test_other_symbolic_sizes_stay_symbolic() -> None:
+    def traced_twice(function: Callable[[Tensor], Any]) -> Traced:
+        x = batch(3, 7)
+        torch._dynamo.mark_dynamic(x, 0)
+        return traced(function, (x,), dim=1, split_dim=1)
+
+    trace = traced_twice(lambda x: (x * 2, x.sum(2)))
+    shapes = trace.captured.fake_mode.shape_env
+    assert shapes is not None
+    before = len(shapes.guards)
+    out = module_of(run_passes(trace.fresh(), "microbatch"))(*trace.args())
+    torch.testing.assert_close(list(out), list(trace.captured.module(*trace.args())))
+    assert len(shapes.guards) == before
+    with pytest.raises(SoundnessError, match="is not a multiple of the split size"):
+        run_passes(traced_twice(lambda x: x.flatten(0, 1) * 2).fresh(), "microbatch")
 
 
 def test_inner_slices_are_contiguous() -> None:

@@ -12,6 +12,7 @@ import pytest
 from mutations import MUTATIONS, VARIABLE
 
 TESTS = Path(__file__).parent
+PYTEST = [sys.executable, "-m", "pytest", "-p", "mutations", "-x", "-o", "addopts="]
 PARTS = {
     "normalize", "regions", "soundness", "positions", "microbatch", "halves", "schedule", "streams",
     "lower", "verify", "emit", "comm/gloo", "differential",
@@ -25,8 +26,7 @@ def run(ids: list[str], name: str | None) -> subprocess.CompletedProcess[str]:
     if name is not None:
         environment[VARIABLE] = name
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "mutations", "-q", "-x", "--show-capture=no"]
-        + ["-o", "addopts=", *[str(TESTS / test) for test in ids]],
+        [*PYTEST, *[str(TESTS / test) for test in ids]],
         env=environment,
         cwd=TESTS.parent,
         capture_output=True,

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed._functional_collectives as funcol
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of, nodes_by_action
 from torch import Tensor
 from torch.fx import Node
 
 from dbo_fx import schedules
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Phase, Schedule, bind, parse_schedule
-from dbo_fx.passes.halves import BUFFERS
-from dbo_fx.passes.schedule import action_of, nodes_by_action
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 from small_moe import (
+    Appends,
     CachedMoe,
     H,
     PlainMoe,
     Traced,
+    TwoLaunches,
     fake_ranks,
     one_rank,
     rows,
@@ -153,14 +154,6 @@ def test_empty_actions_are_left_out() -> None:
     assert "S_m0" not in str(program)
 
 
-class Appends(PlainMoe):
-    """Writes its rows into a cache and reads all of it."""
-
-    def forward(self, x: Tensor, cache: Tensor) -> Tensor:  # type: ignore[override]
-        cache.index_copy_(0, torch.arange(x.shape[0]), x)
-        return self.body(x @ cache.T @ cache)
-
-
 def test_a_later_microbatch_may_not_write_the_cache_first() -> None:
     """The same order with the other label leading: m1 fills the cache before m0 has."""
     wrong = Schedule("swapped", ORDER.order, 0)
@@ -219,15 +212,6 @@ def test_a_schedule_may_cut_between_a0_and_a1() -> None:
         torch.testing.assert_close(
             module(*trace.args(7)), trace.captured.module(*trace.args(7)), rtol=1e-4, atol=1e-4
         )
-
-
-class TwoLaunches(PlainMoe):
-    """Two all-gathers that travel together."""
-
-    def experts(self, layer: int, h: Tensor) -> Tensor:
-        got = funcol.all_gather_tensor(h, 0, self.group)
-        weights = funcol.all_gather_tensor(h.softmax(-1), 0, self.group)
-        return funcol.reduce_scatter_tensor(got * weights, "sum", 0, self.group)
 
 
 def test_buffers_stand_before_all_sends_of_their_action() -> None:

@@ -16,7 +16,7 @@ from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm.protocol import contract
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.emit import Emit
-from dbo_fx.errors import OptionError, SoundnessError, UnsupportedGraphError
+from dbo_fx.errors import OptionError, ScheduleError, SoundnessError, UnsupportedGraphError
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
 from dbo_fx.passes.halves import Halves
@@ -62,6 +62,7 @@ def dbo_fx(
         OptionError: an option is wrong.
         UnsupportedGraphError: the graph cannot be scheduled (unless `on_unsupported="fallback"`).
         SoundnessError: the graph must not be split (likewise).
+        ScheduleError: the schedule breaks a dependency of the graph (likewise).
         AgreementError: another rank did not compile, or compiled something else.
     """
     if mode not in (None, "default"):
@@ -74,7 +75,7 @@ def dbo_fx(
         return _inner(gm, example_inputs, opts)
     try:
         compiled = compile_captured(from_dynamo(gm, opts.split_dim), opts)
-    except (UnsupportedGraphError, SoundnessError) as error:
+    except (UnsupportedGraphError, SoundnessError, ScheduleError) as error:
         if opts.on_unsupported == "raise":
             raise
         _tell_once(f"dbo_fx does not split this graph, {opts.inner_backend} takes it: {error}")

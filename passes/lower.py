@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from dbo_fx.passes.schedule import is_same_segment
-from dbo_fx.passes.streams import stream_of
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
@@ -27,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 from dbo_fx.capture import value_of
 from dbo_fx.effects import Access, Dependency
 from dbo_fx.ir import Phase
+from dbo_fx.passes.schedule import is_same_segment
+from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
 from dbo_fx.tag import set_tag, tag_of
 

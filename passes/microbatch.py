@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dbo_fx.passes.normalize import size_node
-from dbo_fx.passes.positions import positions
 from torch.fx import Graph, Node, map_arg
 from torch.utils._pytree import tree_map
 
 from dbo_fx.capture import is_size_value, value_of, where
 from dbo_fx.effects import Access, Effects
 from dbo_fx.errors import SoundnessError
+from dbo_fx.passes.normalize import size_node
+from dbo_fx.passes.positions import positions
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import coefficient, expression, free_symbols
 from dbo_fx.tag import Tag, retag, set_tag, tag_of

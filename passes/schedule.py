@@ -14,13 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dbo_fx.passes.halves import BUFFERS
 from torch.fx import Node
 
 from dbo_fx.capture import where
 from dbo_fx.effects import Dependency
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Phase, Schedule, bind, mark
+from dbo_fx.passes.halves import BUFFERS
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 

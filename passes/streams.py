@@ -15,14 +15,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dbo_fx.passes.halves import BUFFERS, OPS
-from dbo_fx.passes.schedule import action_of
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx import sync
 from dbo_fx.effects import Dependency
 from dbo_fx.ir import COMM, COMP, Half, Keepalive, Merge, Program, Record, Run, Step, Wait
+from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from dbo_fx.tag import Tag, retag, set_tag, tag_of
 

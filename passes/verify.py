@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from dbo_fx.passes.schedule import action_of
-from dbo_fx.passes.streams import RECVS, SENDS, stream_of
 from torch.fx import Node
 
 from dbo_fx import sync
 from dbo_fx.errors import VerificationError
 from dbo_fx.ir import COMP, Action, Half
+from dbo_fx.passes.schedule import action_of
+from dbo_fx.passes.streams import RECVS, SENDS, stream_of
 from dbo_fx.pipeline import State
 
 Clock = dict[str, int]

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
 from torch import Tensor
 from torch.fx import Node
 
 import dbo_fx.comm  # noqa: F401 (registers torch.ops.dbo_fx)
 from dbo_fx.capture import CapturedGraph, trace
 from dbo_fx.ir import Phase
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
 from dbo_fx.pipeline import Pass, Pipeline, State
 from dbo_fx.tag import tag_of
 

@@ -87,9 +87,8 @@ def no_war_edges(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("regions", "test_schedule_pass.py::test_the_program_has_the_same_order")
 def a0_and_a1_swapped(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import regions
-
     from dbo_fx.ir import Phase
+    from dbo_fx.passes import regions
 
     apply = regions.Regions.apply
     other = {Phase.A0: Phase.A1, Phase.A1: Phase.A0}
@@ -107,9 +106,8 @@ def a0_and_a1_swapped(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("regions", "test_lower.py::test_names_say_phase_microbatch_and_layer")
 def the_shared_expert_is_routed(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import regions
-
     from dbo_fx.ir import Phase
+    from dbo_fx.passes import regions
 
     apply = regions.Regions.apply
 
@@ -253,9 +251,8 @@ def the_order_is_not_applied(patch: pytest.MonkeyPatch) -> None:
     "streams", "test_streams.py::test_a_send_waits_for_the_compute_stream_and_a_recv_for_the_send"
 )
 def the_compute_stream_never_waits(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes.streams import _Events, stream_of
-
     from dbo_fx import sync
+    from dbo_fx.passes.streams import _Events, stream_of
 
     insert = _Events.insert
 

@@ -13,15 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from dbo_fx.passes.halves import Halves
-from dbo_fx.passes.lower import Lower, qualified_name
-from dbo_fx.passes.microbatch import Microbatch
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
-from dbo_fx.passes.schedule import Order
-from dbo_fx.passes.soundness import Soundness
-from dbo_fx.passes.streams import Streams
-from dbo_fx.passes.verify import Verify
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -31,6 +22,15 @@ from dbo_fx.capture import CapturedGraph, from_dynamo
 from dbo_fx.comm import groups
 from dbo_fx.emit import Emit
 from dbo_fx.ir import Schedule
+from dbo_fx.passes.halves import Halves
+from dbo_fx.passes.lower import Lower, qualified_name
+from dbo_fx.passes.microbatch import Microbatch
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
+from dbo_fx.passes.schedule import Order
+from dbo_fx.passes.soundness import Soundness
+from dbo_fx.passes.streams import Streams
+from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import Pipeline, State
 from dbo_fx.tag import tag_of
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dbo_fx.passes.halves import BUFFERS, OPS
-from dbo_fx.passes.schedule import action_of
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from dbo_fx.capture import value_of
 from dbo_fx.ir import Half, Phase
+from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from small_moe import (
     CachedMoe,

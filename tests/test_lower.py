@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dbo_fx.passes.lower import is_segment_node, segment_runs, structure
-from dbo_fx.passes.schedule import action_of
 from torch import Tensor
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 from dbo_fx.capture import value_of
+from dbo_fx.passes.lower import is_segment_node, segment_runs, structure
+from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 from small_moe import (

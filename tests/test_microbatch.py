@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from dbo_fx.passes.microbatch import Microbatch
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
 from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from dbo_fx.errors import SoundnessError
+from dbo_fx.passes.microbatch import Microbatch
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
 from dbo_fx.pipeline import Pipeline, State
 from dbo_fx.tag import Tag, tag_of
 from small_moe import (

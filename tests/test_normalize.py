@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from dbo_fx.passes.normalize import WAIT, dedupe_waits, remove_dead, size_node
 from torch import Tensor
 
 from dbo_fx.capture import value_of
 from dbo_fx.effects import Dependency
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.models import MoeConfig, MoeDecoder
+from dbo_fx.passes.normalize import WAIT, dedupe_waits, remove_dead, size_node
 from dbo_fx.symbols import expression
 from dbo_fx.tag import Tag, tag_of
 from effects_oracle import differences

@@ -8,12 +8,12 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from dbo_fx.passes.positions import Position, positions
 from torch import Tensor
 from torch.fx import Node
 
 from dbo_fx.capture import value_of
 from dbo_fx.errors import SoundnessError
+from dbo_fx.passes.positions import Position, positions
 from dbo_fx.symbols import expression
 from graphs import H, hidden, normalized
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from dbo_fx.passes.regions import Regions, communicating_groups
 from torch import Tensor
 
 from dbo_fx.comm import groups
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
 from dbo_fx.models import MoeConfig, MoeDecoder
+from dbo_fx.passes.regions import Regions, communicating_groups
 from dbo_fx.tag import tag_of
 from graphs import (
     GROUP,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dbo_fx.passes.halves import BUFFERS
-from dbo_fx.passes.schedule import action_of, nodes_by_action
 from torch import Tensor
 from torch.fx import Node
 
 from dbo_fx import schedules
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Phase, Schedule, bind, parse_schedule
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of, nodes_by_action
 from dbo_fx.pipeline import State
 from dbo_fx.tag import tag_of
 from small_moe import (

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions
-from dbo_fx.passes.soundness import Soundness, sizes_refused, token_dependent
 from torch import Tensor
 
 from dbo_fx.errors import SoundnessError
+from dbo_fx.passes.normalize import Normalize
+from dbo_fx.passes.regions import Regions
+from dbo_fx.passes.soundness import Soundness, sizes_refused, token_dependent
 from dbo_fx.pipeline import State
 from graphs import B, H, S, captured, find, hidden, layer, run
 

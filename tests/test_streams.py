@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from dbo_fx.passes.halves import BUFFERS
-from dbo_fx.passes.schedule import action_of
-from dbo_fx.passes.streams import RECVS, SENDS, stream_of
-from dbo_fx.passes.verify import Verify
 from torch import Tensor
 
 from dbo_fx import sync
 from dbo_fx.errors import VerificationError
 from dbo_fx.ir import COMM, COMP, Keepalive, Merge, Record, Run, Wait, parse_program
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of
+from dbo_fx.passes.streams import RECVS, SENDS, stream_of
+from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import State
 from small_moe import (
     CachedMoe,

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dbo_fx.passes.halves import BUFFERS
-from dbo_fx.passes.schedule import action_of
-from dbo_fx.passes.streams import RECVS, SENDS, stream_of
-from dbo_fx.passes.verify import Certificate, Verify
 from torch.fx import Node
 
 from dbo_fx import sync
 from dbo_fx.errors import VerificationError
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of
+from dbo_fx.passes.streams import RECVS, SENDS, stream_of
+from dbo_fx.passes.verify import Certificate, Verify
 from dbo_fx.pipeline import State
 from dbo_fx.tag import Tag, set_tag
 from small_moe import (

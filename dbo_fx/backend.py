@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import deque
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.fx import GraphModule
 
 from dbo_fx.agree import compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
+from dbo_fx.comm.groups import rank
 from dbo_fx.comm.protocol import contract
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.emit import Emit
@@ -33,6 +36,7 @@ from dbo_fx.pipeline import Pipeline
 log = logging.getLogger("dbo_fx")
 _COMPILATIONS: deque[CompiledProgram] = deque(maxlen=64)
 _TOLD: set[str] = set()
+_DUMPS: Counter[str] = Counter()
 
 
 def compilations() -> list[CompiledProgram]:
@@ -85,8 +89,15 @@ def dbo_fx(
     digest = graph_digest(compiled)
     compare_over_store(compiled.group, "program digest", digest, opts.agree_timeout_s)
     if opts.dump_dir is not None:
-        compiled.dump(opts.dump_dir)
+        compiled.dump(_dump_folder(opts.dump_dir, compiled.group))
     return compiled
+
+
+def _dump_folder(base: str | os.PathLike[str], group: str) -> Path:
+    """A folder of its own for every rank and every compilation of this process."""
+    count = _DUMPS[str(base)]
+    _DUMPS[str(base)] += 1
+    return Path(base) / f"rank{rank(group)}" / str(count)
 
 
 def compile_captured(captured: CapturedGraph, options: Options) -> CompiledProgram:

@@ -34,7 +34,8 @@ class Options:
         on_unsupported: `raise`, or `fallback`: log the reason once and use `inner_backend`.
         verify: `static`: dependencies, streams, lifetimes, guards and ranges. `numeric`: these and,
             on the first call, the split program against the unsplit graph on the real inputs.
-        dump_dir: Folder for the captured graph, the program and readable Python; None: no files.
+        dump_dir: Folder for the captured graph, the program and readable Python, in a folder
+            `rankR/N` for the N-th compilation of rank R; None writes nothing.
         agree_timeout_s: How long to wait for the other ranks' program hash after a compile, in
             seconds.
     """
@@ -45,7 +46,7 @@ class Options:
     inner_backend: str = "inductor"
     on_unsupported: str = "raise"
     verify: str = "numeric"
-    dump_dir: str | None = None
+    dump_dir: str | os.PathLike[str] | None = None
     agree_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:

@@ -124,8 +124,8 @@ def split_points(
         rule: `midpoint`: at T * i // k, as the compiled program does. `request`: no request
             straddles. `query_multiple`: every query has the same length, cut at a multiple of it.
             `aligned`: at a multiple of `multiple`. `balanced`: equal attention cost.
-        multiple: Cuts are multiples of it. `aligned`: 16 if None. `query_multiple`: the query length
-            if None; needed when the batch has no request. `balanced`: 1 if None.
+        multiple: Cuts are multiples of it. None means 16 for `aligned`, 1 for `balanced`, and the
+            query length for `query_multiple`, which needs it when the batch has no request.
         token_cost: For `balanced`: cost of a token, padding too, beside the keys that it reads; in
             units of one key.
         min_tokens: Least width of a microbatch.
@@ -162,8 +162,8 @@ def split_points(
             points.append(min(max(total * i // k, low), high))
             continue
         first, last = bisect_left(candidates, low), bisect_right(candidates, high)
-        for of, whole in ((measure, measure(total)), (_tokens, total)):
-            first, last = _nearest(candidates, first, last, lambda p, of=of: k * of(p), i * whole)
+        for of in (measure, _tokens):
+            first, last = _nearest(candidates, first, last, _times(k, of), i * of(total))
         points.append(candidates[first])
     return cut(batch, points)
 
@@ -201,8 +201,8 @@ def cut(batch: BatchShape, points: Sequence[int]) -> tuple[Slice, ...]:
 def microbatch_shape(batch: BatchShape, piece: Slice) -> BatchShape:
     """The shape of one microbatch.
 
-    A straddling request's query is clamped to the slice. Its sequence ends with its last token here:
-    what later microbatches will write is hidden. Tokens of earlier microbatches count as computed.
+    A straddling request's query is clamped to the slice. Its sequence ends with its last token
+    here: what later microbatches will write is hidden. Tokens of earlier ones count as computed.
 
     Args:
         batch: The whole batch.
@@ -281,6 +281,10 @@ def _nearest(
 
 def _tokens(point: int) -> int:
     return point
+
+
+def _times(factor: int, measure: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda point: factor * measure(point)
 
 
 def _attention_cost(batch: BatchShape, token_cost: int) -> Callable[[int], int]:

@@ -2,8 +2,9 @@
 
 Compiled graphs are good for two rows and more, and dispatch needs the same number of rows on every
 rank. So each call (1) finds the arguments that hold token rows, (2) agrees once with the other
-ranks, (3) pads these arguments with zero rows, (4) runs the split or the unsplit model, the same
-one on every rank, and (5) cuts the padding from the outputs. A rank with no rows runs too.
+ranks (`agree.agree_batch`), (3) pads these arguments with zero rows, (4) runs the split or the
+unsplit model, the same one on every rank, and (5) cuts the padding from the outputs. A rank with no
+rows runs too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dbo_fx.agree import BatchDecision, agree_batch
+from dbo_fx.agree import agree_batch
+from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
 
 
@@ -32,12 +34,14 @@ class WrapStatistics:
         unsplit_steps: Calls that ran the unsplit model, by reason.
         rows: Rows that this rank brought.
         padding_rows: Zero rows that were added to them.
+        decision: What the ranks decided in the last call, None before the first.
     """
 
     split_steps: int = 0
     unsplit_steps: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     padding_rows: int = 0
+    decision: BatchDecision | None = None
 
     def __str__(self) -> str:
         """Return one line, and one more for each reason not to split."""
@@ -58,6 +62,9 @@ def wrap(
     token_args: Sequence[str] | None = None,
     allow: bool | Callable[[int], bool] = True,
     unsplit: Callable[..., Any] | None = None,
+    policy: AgreementPolicy = NO_THRESHOLDS,
+    kind: BatchKind | Callable[[int], BatchKind] = BatchKind.PREFILL,
+    plan: str = "",
 ) -> WrappedModel:
     """Make a compiled model callable with any number of rows on each rank.
 
@@ -74,6 +81,12 @@ def wrap(
             rank that does not allow it keeps all from splitting.
         unsplit: What runs then, on the same padded rows. By default the original module or
             function behind `compiled`, compiled anew with torch's default backend.
+        policy: From how many rows on a step is split, to which sizes it is padded, and how long it
+            waits for the other ranks. By default every step is split that all ranks allow.
+        kind: What the rows of a call are, or a function of their number that says so; the policy
+            has a threshold for each kind.
+        plan: What this rank is about to run, for example the hash of its plan; a rank with another
+            one stops all ranks.
 
     Returns:
         A callable with the arguments and the result of `compiled`. Every output tensor that has
@@ -101,10 +114,12 @@ def wrap(
         compiled=compiled,
         unsplit=unsplit,
         group=group,
-        min_rows=2 * num_microbatches,
         split_dim=split_dim,
         token_args=None if token_args is None else tuple(token_args),
         allow=allow,
+        policy=replace(policy, least_rows=max(policy.least_rows, 2 * num_microbatches)),
+        kind=kind,
+        plan=plan,
     )
 
 
@@ -113,23 +128,27 @@ class WrappedModel:
     """A compiled model that takes any number of rows; made by `wrap`.
 
     Attributes:
-        compiled: Runs when every rank allows the split.
+        compiled: Runs when the ranks decided to split.
         unsplit: Runs otherwise.
         group: The process group, its name, or None for the default group.
-        min_rows: Fewest rows that either model sees.
         split_dim: Dimension of the token rows.
         token_args: Names of the arguments that hold them, or None to go by size.
         allow: Whether this rank allows the split, or a function of its rows.
+        policy: Thresholds, buckets and the fewest rows that either model sees.
+        kind: What the rows are, or a function of their number.
+        plan: What must be the same on every rank.
         statistics: What the calls did so far.
     """
 
     compiled: Callable[..., Any]
     unsplit: Callable[..., Any]
     group: dist.ProcessGroup | str | None
-    min_rows: int
     split_dim: int
     token_args: tuple[str, ...] | None
     allow: bool | Callable[[int], bool]
+    policy: AgreementPolicy
+    kind: BatchKind | Callable[[int], BatchKind]
+    plan: str
     statistics: WrapStatistics = field(default_factory=WrapStatistics)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,27 +163,49 @@ class WrappedModel:
 
         Raises:
             OptionError: The token arguments were not found on this rank.
-            AgreementError: They were not found on another rank.
+            AgreementError: They were not found on another rank, or the ranks could not agree; see
+                `agree.agree_batch`.
         """
         try:
             tokens, rows = self._tokens(args, kwargs)
             allowed = self.allow(rows) if callable(self.allow) else self.allow
+            kind = self.kind(rows) if callable(self.kind) else self.kind
         except Exception:
             # The other ranks are about to wait for this one: come, and say that it gives up.
-            agree_batch(0, False, self.group, failed=True)
+            self._agree(0, False, failed=True)
             raise
-        decision = agree_batch(rows, bool(allowed), self.group)
+        decision = self._agree(rows, bool(allowed), kind=kind)
         if decision.failing:
             raise AgreementError(
                 f"wrap: ranks {list(decision.failing)} of {decision.ranks} could not prepare their "
                 "arguments, so no rank runs this step. See the error raised there."
             )
-        padded = max(decision.max_rows, self.min_rows)
+        padded = decision.padded_rows
         args, kwargs = self._padded(args, kwargs, tokens, padded)
         outputs = self._choose(decision)(*args, **kwargs)
         self.statistics.rows += rows
         self.statistics.padding_rows += padded - rows
+        self.statistics.decision = decision
         return self._cut(outputs, padded, rows)
+
+    def _agree(
+        self,
+        rows: int,
+        allowed: bool,
+        *,
+        kind: BatchKind = BatchKind.PREFILL,
+        failed: bool = False,
+    ) -> BatchDecision:
+        """Return what all ranks decide."""
+        return agree_batch(
+            rows,
+            allowed,
+            self.group,
+            failed=failed,
+            kind=kind,
+            plan=self.plan,
+            policy=self.policy,
+        )
 
     def _tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], int]:
         """Return the ids of the tensors that hold token rows, and the number of rows."""
@@ -226,10 +267,10 @@ class WrappedModel:
 
     def _choose(self, decision: BatchDecision) -> Callable[..., Any]:
         """Return the model that every rank runs, and count why."""
-        if decision.allowed:
+        if decision.split:
             self.statistics.split_steps += 1
             return self.compiled
-        self.statistics.unsplit_steps[f"ranks {list(decision.refusing)} did not allow it"] += 1
+        self.statistics.unsplit_steps[decision.reason] += 1
         return self.unsplit
 
     def _cut(self, outputs: Any, padded: int, rows: int) -> Any:

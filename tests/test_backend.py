@@ -239,7 +239,7 @@ def test_a_graph_break_inside_a_layer_is_reported_with_its_place(
 def test_dumps_are_readable_files(tmp_path: Path) -> None:
     call(PlainMoe(), marked(), dump_dir=str(tmp_path / "dump"))
     (compiled,) = dbo_fx.compilations()
-    files = {p.name: p.read_text() for p in (tmp_path / "dump").iterdir()}
+    files = {p.name: p.read_text() for p in (tmp_path / "dump" / "rank0" / "0").iterdir()}
     assert set(files) == {"captured.py", "emitted.py", "program.dbo", "report.txt"}
     assert parse_program(files["program.dbo"]) == compiled.program
     assert files["report.txt"] == f"{compiled}\n"

@@ -96,7 +96,7 @@ def test_the_demo_ends_with_0_and_explains_itself(tmp_path: Path) -> None:
     assert "bit-identical to microbatched eager: yes" in done.stdout
     assert "MLP_m1@1" in done.stdout
     assert done.stdout.count("built the model") == 1
-    assert (tmp_path / "program.dbo").is_file()
+    assert (tmp_path / "rank0" / "0" / "program.dbo").is_file()
 
 
 def test_a_rank_that_raises_ends_the_demo_with_its_own_error(tmp_path: Path) -> None:

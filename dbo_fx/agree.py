@@ -222,7 +222,10 @@ def _capture() -> str:
     if torch.compiler.is_compiling():
         return "a model is being traced by torch.compile or torch.export"
     # A capture needs an initialised CUDA; is_available() would ask the driver at every step.
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if (
+        torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
+        and torch.cuda.is_current_stream_capturing()
+    ):
         return "a CUDA graph is being captured"
     return ""
 

@@ -1,7 +1,8 @@
 """What every node reads and writes, from op schemas and storages, and the order that follows.
 
-A storage key is any hashable. Views share a key. Node order alone is never trusted: two nodes keep
-their order only if one of them writes what the other one touches.
+A storage key is any hashable. Views share a key, unless they provably lie apart: layers that keep
+their caches in one tensor (`caches.unbind(0)`) do not wait for each other. Node order alone is
+never trusted: two nodes keep their order only if one of them writes what the other one touches.
 """
 
 from __future__ import annotations
@@ -107,11 +108,9 @@ class Effects:
 
 def effects_of(graph: Graph) -> Effects:
     """Read every node's access off its schema and the storages of `meta["val"]`."""
-    access = {node: _access(node) for node in graph.nodes if node.op != "output"}
-    for node in graph.nodes:
-        if node.op == "output":
-            keys = frozenset(k for n in node.all_input_nodes for k in _keys(value_of(n)))
-            access[node] = Access(reads=keys)
+    raw = {node: _raw_access(node) for node in graph.nodes}
+    parts = _Parts(raw.values())
+    access = {node: Access(*map(parts.keys, tensors)) for node, tensors in raw.items()}
     live = frozenset(
         key
         for node in graph.nodes
@@ -121,30 +120,86 @@ def effects_of(graph: Graph) -> Effects:
     return Effects(access, live)
 
 
-def _keys(value: Any) -> frozenset[Key]:
-    leaves = tree_leaves(value)
-    return frozenset(same_storage_key(t) for t in leaves if isinstance(t, torch.Tensor))
+Tensors = list[torch.Tensor]
+Raw = tuple[Tensors, Tensors, Tensors]
 
 
-def _access(node: Node) -> Access:
-    results = _keys(value_of(node))
+def _raw_access(node: Node) -> Raw:
+    """The tensors a node reads, writes and returns."""
+    results = _tensors(value_of(node))
+    if node.op == "output":
+        return [t for n in node.all_input_nodes for t in _tensors(value_of(n))], [], []
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return Access(results=results)
-    reads: frozenset[Key] = frozenset()
-    writes: frozenset[Key] = frozenset()
+        return [], [], results
+    reads: Tensors = []
+    writes: Tensors = []
     for argument, value in _bound_arguments(node):
-        values = torch.fx.map_arg(value, value_of)
-        keys = _keys(values)
+        tensors = _tensors(torch.fx.map_arg(value, value_of))
+        # The old content may matter (index_put_), and overwriting it needs an order anyway.
+        reads += tensors
         if _is_write(node.target, argument):
-            writes |= keys
-            # The old content may matter (index_put_), and overwriting it needs an order anyway.
-            reads |= keys
-        else:
-            reads |= keys
-    if not writes and is_view_op(node.target) and results and results <= reads:
+            writes += tensors
+    stored = {same_storage_key(t) for t in reads}
+    aliases = bool(results) and all(same_storage_key(t) in stored for t in results)
+    if not writes and is_view_op(node.target) and aliases:
         # A view touches no data. Ops that may copy (reshape, contiguous, to) have new results then.
-        reads = frozenset()
-    return Access(reads, writes, results)
+        reads = []
+    return reads, writes, results
+
+
+def _tensors(value: Any) -> Tensors:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _Parts:
+    """Cuts written storages into parts that no access straddles; a part is a key.
+
+    Only extents that do not depend on symbolic sizes count; any other access covers its storage.
+    """
+
+    def __init__(self, raw: Iterable[Raw]) -> None:
+        touched: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        written: set[int] = set()
+        for reads, writes, _ in raw:
+            written.update(same_storage_key(t) for t in writes)
+            for tensor in reads:
+                touched[same_storage_key(tensor)].append(extent(tensor))
+        self.parts = {key: _merged(touched[key]) for key in written}
+
+    def keys(self, tensors: Tensors) -> frozenset[Key]:
+        """The keys of all parts that these tensors lie in."""
+        return frozenset(key for tensor in tensors for key in self._keys(tensor))
+
+    def _keys(self, tensor: torch.Tensor) -> Iterator[Key]:
+        storage = same_storage_key(tensor)
+        parts = self.parts.get(storage, [])
+        if len(parts) < 2:
+            yield storage
+            return
+        low, high = extent(tensor)
+        for index, (start, end) in enumerate(parts):
+            if low < end and start < high:
+                yield storage, index
+
+
+def extent(tensor: torch.Tensor) -> tuple[float, float]:
+    """First byte and end of what a tensor covers of its storage; everything if symbolic."""
+    low, sizes, steps = tensor.storage_offset(), tensor.shape, tensor.stride()
+    if not all(type(f) is int for f in (low, *sizes, *steps)):
+        return 0, float("inf")
+    span = sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    return float(low * tensor.element_size()), float((low + span + 1) * tensor.element_size())
+
+
+def _merged(extents: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Overlapping extents put together, in order."""
+    merged: list[tuple[float, float]] = []
+    for low, high in sorted(extents):
+        if merged and low < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return merged
 
 
 def _is_write(op: torch._ops.OpOverload, argument: Any) -> bool:

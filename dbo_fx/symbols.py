@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 
 __all__ = [
+    "ConcreteSizes",
     "FakeTensorMode",
     "SizeRules",
     "are_equal_parts",
@@ -118,3 +119,36 @@ def size_rules(shape_env: ShapeEnv, symbol: sympy.Symbol) -> SizeRules:
     upper = None if not bounds.upper.is_finite or bounds.upper >= 2**48 else int(bounds.upper)
     guards = tuple(g.expr for g in shape_env.guards if symbol in g.expr.free_symbols)
     return SizeRules(symbol, int(bounds.lower), upper, guards)
+
+
+class ConcreteSizes:
+    """Symbolic sizes as numbers.
+
+    Without given values the split symbol becomes a large prime and every other symbol another one:
+    then a size is a multiple of the prime exactly if it follows the split symbol.
+    """
+
+    PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117)
+
+    def __init__(self, symbol: sympy.Symbol, size: int | None = None) -> None:
+        """Let the split symbol have this size; None takes the prime."""
+        self.prime = self.PRIMES[0] if size is None else size
+        self._known: dict[sympy.Expr, int | float] = {symbol: self.prime}
+        self._symbols: dict[sympy.Symbol, int] = {symbol: self.prime}
+
+    def number(self, size: Any) -> Any:
+        """A size, or any other value unchanged."""
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return size
+        expr = size.node.expr
+        if expr not in self._known:
+            for symbol in sorted(expr.free_symbols - self._symbols.keys(), key=str):
+                self._symbols[symbol] = self.PRIMES[len(self._symbols) % len(self.PRIMES)]
+            value = expr.subs(self._symbols)
+            kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+            self._known[expr] = kinds[type(size)](value)
+        return self._known[expr]
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """A tensor's sizes."""
+        return tuple(s if type(s) is int else self.number(s) for s in tensor.shape)

@@ -94,12 +94,15 @@ def declared(captured: CapturedGraph, effects: Effects) -> Found:
             continue
         names.add(node, [_key(t) for t in tensors(value_of(node))])
         access = effects.of(node)
-        found[node.name] = (
-            names.of(access.reads),
-            names.of(access.writes),
-            names.of(access.results),
-        )
+        kinds = (access.reads, access.writes, access.results)
+        reads, writes, results = (names.of(map(_storage, keys)) for keys in kinds)
+        found[node.name] = (reads, writes, results)
     return found
+
+
+def _storage(key: Any) -> Any:
+    """The storage of a key that names a part of one."""
+    return key[0] if isinstance(key, tuple) else key
 
 
 def differences(captured: CapturedGraph, effects: Effects) -> list[str]:

@@ -178,14 +178,33 @@ class Stacked(CachedMoe):
     """The caches of all layers in one storage."""
 
     def forward(self, x: Tensor, counter: Tensor, caches: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = super().forward(x, counter, caches.unbind(0))
+        out: Tensor = super().forward(x, counter, self.views(caches))
         return out
 
+    def views(self, caches: Tensor) -> tuple[Tensor, ...]:
+        return caches.unbind(0)
 
-def test_layers_that_share_a_storage_are_refused_or_kept_in_order() -> None:
-    """Views of one storage count as one: m0's second layer would overtake m1's first."""
+
+class Overlapping(Stacked):
+    """The second layer's cache begins inside the first one's."""
+
+    def views(self, caches: Tensor) -> tuple[Tensor, ...]:
+        flat = caches.flatten(0, 1)
+        return flat[:16], flat[8:24]
+
+
+def stacked(model: type[Stacked]) -> Traced:
     with fake_ranks():
-        trace = traced(Stacked(2), (rows(), torch.tensor([2]), torch.zeros(2, 16, H)))
+        return traced(model(2), (rows(), torch.tensor([2]), torch.zeros(2, 16, H)))
+
+
+def test_caches_apart_in_one_storage_do_not_wait_for_each_other() -> None:
+    assert ordered(stacked(Stacked)).actions
+
+
+def test_overlapping_caches_are_kept_in_order_or_refused() -> None:
+    """m0's second layer would overtake m1's first."""
+    trace = stacked(Overlapping)
     with pytest.raises(ScheduleError) as caught:
         ordered(trace)
     lines = str(caught.value).splitlines()

@@ -10,9 +10,7 @@ differs, and in what.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache
 
 import torch
@@ -29,10 +27,7 @@ from dbo_fx.decision import (
     decide,
 )
 from dbo_fx.errors import AgreementError, OptionError
-
-# How long a rank whose step failed waits for the others' word, if its policy has no shorter limit.
-_GRACE_S = 5.0
-_CELLS = 4
+from dbo_fx.exchange import exchange, leave_word, named, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +76,11 @@ def compare_over_store(
         return
     # The counter lives in the store, so it starts anew with the process group that owns it.
     step = groups.store(group_name).add(f"dbo_fx/{what}/steps of {mine}", 1)
-    values = _tell(group_name, f"dbo_fx/{what}/{step}", value, timeout_s)
+    values = tell(group_name, f"dbo_fx/{what}/{step}", value, timeout_s)
     missing = [rank for rank in range(ranks) if rank not in values]
     if missing:
         raise AgreementError(
-            f"{what}, comparison {step} in group {group_name!r}: {_named(missing)} of {ranks} "
+            f"{what}, comparison {step} in group {group_name!r}: {named(missing)} of {ranks} "
             f"wrote nothing within {timeout_s:g} s; rank {mine} has {value!r}. {advice.missing}"
         )
     others = {rank: other for rank, other in values.items() if other != value}
@@ -135,86 +130,22 @@ def agree_batch(
     """
     name = groups.name_of(group)
     if captured := _capture():
-        _leave_word(name, f"called agree_batch while {captured}")
+        leave_word(name, f"called agree_batch while {captured}")
         raise AgreementError(
             f"agree_batch was called while {captured}, wanted before it: a captured decision would "
             "be replayed for every later batch. Decide first, capture then."
         )
     consent = Consent.ALLOWS if allowed else Consent.REFUSES
     vote = Vote(rows, Consent.FAILS if failed or rows < 0 else consent, kind)
-    votes = [vote] if name is None else _exchange(name, vote, plan, policy)
+    votes = [vote]
+    if name is not None:
+        votes, same = exchange(name, vote, _fingerprint(plan, policy), policy.timeout_s)
+        if not same:
+            compare_over_store(name, "plan", plan, policy.timeout_s, advice=_IN_A_STEP)
+            compare_over_store(name, "policy", str(policy), policy.timeout_s, advice=_IN_A_STEP)
     if rows < 0:
         raise OptionError(f"agree_batch: rows is {rows}, wanted 0 or more.")
     return decide(votes, policy)
-
-
-@dataclass(slots=True)
-class _Channel:
-    """How the ranks of one group exchange their votes.
-
-    Attributes:
-        group: The group, to notice when another one takes its name.
-        carrier: The group itself or a gloo group of the same ranks; None if nothing is sent.
-        ranks: R, the number of ranks.
-        mine: This process's rank.
-        steps: How many exchanges this rank began.
-    """
-
-    group: dist.ProcessGroup
-    carrier: dist.ProcessGroup | None
-    ranks: int
-    mine: int
-    steps: int = 0
-
-
-_CHANNELS: dict[str, _Channel] = {}
-
-
-def _exchange(name: str, vote: Vote, plan: str, policy: AgreementPolicy) -> list[Vote]:
-    """Return the votes of all ranks, by rank."""
-    group = groups.process_group(name)
-    try:
-        channel = _channel(name, group, policy)
-        channel.steps += 1
-        if channel.carrier is None:
-            votes = [Vote(vote.rows, kind=vote.kind)] * channel.ranks
-            votes[channel.mine] = vote
-            return votes
-        fingerprint = _fingerprint(plan, policy)
-        cells = [0] * (_CELLS * channel.ranks)
-        own = slice(_CELLS * channel.mine, _CELLS * (channel.mine + 1))
-        cells[own] = [vote.rows, vote.consent, vote.kind, fingerprint]
-        # Everybody else's cells are zero, so the sum is the table of all ranks.
-        table = torch.tensor(cells, dtype=torch.int64, device="cpu")
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=policy.timeout_s)
-        channel.carrier.allreduce([table], options).wait()
-    except RuntimeError as error:
-        raise AgreementError(_who_is_missing(name, error, policy.timeout_s)) from error
-    told = table.view(channel.ranks, _CELLS).tolist()
-    if any(row[3] != fingerprint for row in told):
-        compare_over_store(name, "plan", plan, policy.timeout_s, advice=_IN_A_STEP)
-        compare_over_store(name, "policy", str(policy), policy.timeout_s, advice=_IN_A_STEP)
-    return [Vote(rows, Consent(consent), BatchKind(kind)) for rows, consent, kind, _ in told]
-
-
-def _channel(name: str, group: dist.ProcessGroup, policy: AgreementPolicy) -> _Channel:
-    """Return the channel of a group; the first call for a group may be collective."""
-    channel = _CHANNELS.get(name)
-    if channel is None or channel.group is not group:
-        ranks = groups.world_size(name)
-        carrier: dist.ProcessGroup | None = group
-        if ranks == 1 or groups.is_fake(name):
-            carrier = None
-        elif groups.backend_name(name, "cpu") is None:
-            carrier = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout=timedelta(seconds=policy.timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        channel = _CHANNELS[name] = _Channel(group, carrier, ranks, groups.rank(name))
-    return channel
 
 
 def _capture() -> str:
@@ -235,66 +166,3 @@ def _fingerprint(plan: str, policy: AgreementPolicy) -> int:
     """Return 64 bits that stand for what must be the same on every rank."""
     digest = hashlib.sha256(f"{policy}\n{plan}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
-
-
-def _who_is_missing(name: str, error: RuntimeError, timeout_s: float) -> str:
-    """Leave word of a failed step, read the others' word, and say who left none."""
-    ranks, mine = groups.world_size(name), groups.rank(name)
-    # gloo begins with the place in its own source.
-    here = re.sub(r"^\[[^\]]*\]\s*", "", str(error)).partition("\n")[0]
-    headline = f"agree_batch, step {_step(name)} in group {name!r}, rank {mine} of {ranks}: {here}"
-    grace_s = min(timeout_s, _GRACE_S)
-    try:
-        words = _tell(name, _word_key(_step(name)), f"got no answer: {here}", grace_s)
-    except RuntimeError as silence:
-        return (
-            f"{headline}. The rendezvous store does not answer either ({silence}), so who is "
-            "missing is unknown: the process that hosts the store, rank 0 or torchrun's agent, "
-            "has probably ended. Look for the first error there."
-        )
-    missing = [rank for rank in range(ranks) if rank not in words]
-    told = "; ".join(f"rank {rank}: {word}" for rank, word in words.items() if rank != mine)
-    who = (
-        f"{_named(missing)} of {ranks} left no word within {grace_s:g} s after that: ended, "
-        "hanging, or not yet at this step. Look for the first error there."
-        if missing
-        else "No rank is missing now: one came too late or gave up before this one came."
-    )
-    return f"{headline}\n  {who}" + (f"\n  {told}" if told else "")
-
-
-def _leave_word(name: str | None, word: str) -> None:
-    """Let the ranks that will wait for this one know why it does not come to the next step."""
-    if name is None or groups.world_size(name) == 1 or groups.is_fake(name):
-        return
-    key = f"{_word_key(_step(name) + 1)}/{groups.rank(name)}"
-    groups.store(name).set(key, word)
-
-
-def _step(name: str) -> int:
-    """Return how many exchanges this rank began in the group."""
-    return _CHANNELS[name].steps if name in _CHANNELS else 0
-
-
-def _word_key(step: int) -> str:
-    """Return the start of the keys under which ranks leave word about a step."""
-    return f"dbo_fx/agree/{step}"
-
-
-def _tell(name: str, key: str, value: str, timeout_s: float) -> dict[int, str]:
-    """Write this rank's value into the group's store and return what the ranks wrote in time."""
-    store = groups.store(name)
-    keys = [f"{key}/{rank}" for rank in range(groups.world_size(name))]
-    store.set(keys[groups.rank(name)], value)
-    present = range(len(keys))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError:
-        return {
-            rank: store.get(keys[rank]).decode() for rank in present if store.check([keys[rank]])
-        }
-    return {rank: store.get(keys[rank]).decode() for rank in present}
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

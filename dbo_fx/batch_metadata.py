@@ -45,6 +45,14 @@ class BatchTensors:
         """R."""
         return self.seq_lens.shape[0]
 
+    @property
+    def token_slots(self) -> int | None:
+        """T, or None where no tensor says."""
+        for tensor in (self.slot_mapping, self.positions):
+            if tensor is not None:
+                return tensor.shape[-1]
+        return None
+
     def signature(self) -> tuple[tuple[object, ...] | None, ...]:
         """Shape, dtype and device of every tensor."""
         tensors = (getattr(self, field.name) for field in fields(self))
@@ -195,6 +203,7 @@ class MetadataBuilder:
         return out
 
     def _check(self, batch: BatchTensors, start: int | Tensor, stop: int | Tensor) -> None:
+        """Check what the host knows."""
         if batch.signature() != self._signature:
             raise OptionError(
                 f"MetadataBuilder: the batch's tensors are {batch.signature()}, wanted "
@@ -214,7 +223,7 @@ class MetadataBuilder:
                     f"{point.device}, wanted an int, or a 0-dim integer on {self._token.device}."
                 )
         if isinstance(start, int) and isinstance(stop, int):
-            total = None if batch.slot_mapping is None else batch.slot_mapping.shape[0]
+            total = batch.token_slots
             if not 0 <= start <= stop <= (stop if total is None else total):
                 raise OptionError(
                     f"MetadataBuilder: tokens {start}:{stop} of a batch of {total} tokens."
@@ -239,26 +248,26 @@ class MetadataBuilder:
         loc = loc.index_select(0, rows.clamp(max=last))
         slots = rows[:-1].clamp(max=last - 1)
         query_lens = loc[1:] - loc[:-1]
-        has_query = query_lens > 0
+        idle = query_lens <= 0
         out.query_start_loc.copy_(loc)
-        out.seq_lens.copy_(seq_lens.index_select(0, slots).where(has_query, 0))
+        out.seq_lens.copy_(seq_lens.index_select(0, slots).masked_fill(idle, 0))
         out.num_computed_tokens.copy_(out.seq_lens - query_lens)
         if batch.block_table is not None and "block_table" not in self._shared:
             assert out.block_table is not None
             pages = batch.block_table.index_select(0, slots)
-            out.block_table.copy_(pages.where(has_query.unsqueeze(1), 0))
+            out.block_table.copy_(pages.masked_fill(idle.unsqueeze(1), 0))
 
     def _tokens(self, batch: BatchTensors) -> None:
         out = self.out
         tokens = out.token_range[0] + self._token
-        real = self._token < out.num_tokens
+        padded = self._token >= out.num_tokens
         for source, target, padding in (
             (batch.slot_mapping, out.slot_mapping, PAD_SLOT),
             (batch.positions, out.positions, 0),
         ):
             if source is not None and target is not None:
-                index = tokens.clamp(max=source.shape[-1] - 1)
-                target.copy_(source.index_select(-1, index).where(real, padding))
+                index = tokens.clamp(0, source.shape[-1] - 1)
+                target.copy_(source.index_select(-1, index).masked_fill(padded, padding))
 
     def _assert_fits(self, batch: BatchTensors, unknown: bool) -> None:
         """Check on the device what the host cannot know."""
@@ -266,8 +275,8 @@ class MetadataBuilder:
         start, stop = out.token_range.unbind()
         if unknown:
             conditions += [start >= 0, start <= stop, stop - start <= self._token_slots]
-            if batch.slot_mapping is not None:
-                conditions.append(stop <= batch.slot_mapping.shape[0])
+            if batch.token_slots is not None:
+                conditions.append(stop <= batch.token_slots)
         if self._may_overflow:
             conditions.append(out.query_start_loc[-1] == out.num_tokens)
         if conditions:
@@ -309,6 +318,15 @@ def _check_batch(batch: BatchTensors) -> None:
             raise OptionError(
                 f"BatchTensors: {name} has shape {list(tensor.shape)}, wanted {rows} rows for "
                 f"{slots} request slots, at least one slot."
+            )
+    for name, dims in (("slot_mapping", (1,)), ("positions", (1, 2))):
+        tensor = getattr(batch, name)
+        if tensor is None:
+            continue
+        if tensor.dim() not in dims or tensor.shape[-1] != batch.token_slots:
+            raise OptionError(
+                f"BatchTensors: {name} has shape {list(tensor.shape)}, wanted "
+                f"{' or '.join(map(str, dims))} dims, the last one of {batch.token_slots} tokens."
             )
     for field in fields(batch):
         tensor = getattr(batch, field.name)

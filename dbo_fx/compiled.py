@@ -87,6 +87,7 @@ class CompiledProgram:
         self.options = options
         self.summary = _summary(state)
         self.checked: str | None = None
+        self._refused: str | None = None
         self._state = state
         self._allowed_totals: set[int] = set()
         self._differential = Differential(state) if options.verify == "numeric" else None
@@ -120,9 +121,11 @@ class CompiledProgram:
         """Run the program on the graph's inputs.
 
         Raises:
-            SoundnessError: this batch size breaks an assumption of the graph, or, on the first
-                call, the split result differs from the unsplit one.
+            SoundnessError: this batch size breaks an assumption of the graph, or the split result
+                differed from the unsplit one on the first call: then now and ever after.
         """
+        if self._refused is not None:
+            raise SoundnessError(self._refused)
         self.check_size(args)
         try:
             if self._differential is not None and self._differential.can_run(args):
@@ -134,18 +137,21 @@ class CompiledProgram:
             raise
 
     def _first_call(self, differential: Differential, args: tuple[Any, ...]) -> Any:
-        self._differential = None
         result, verdict = differential.run(self.module, args)
         self.checked = str(verdict)
         log.info("numeric differential: %s", verdict)
         word = "equal" if verdict.error is None else "different"
+        self._refused = verdict.error
         try:  # Ranks that saw no difference must not run into the next collective alone.
             compare_over_store(self.group, "numeric verdict", word, self.options.agree_timeout_s)
-        except AgreementError:
+        except AgreementError as error:
             if verdict.error is None:
+                self._refused = f"the ranks found the split program wrong: {error}"
                 raise
         if verdict.error is not None:
             raise SoundnessError(verdict.error)
+        # Only now: a first call that failed for another reason has compared nothing.
+        self._differential = None
         return result
 
     def check_size(self, args: tuple[Any, ...]) -> None:

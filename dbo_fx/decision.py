@@ -177,23 +177,22 @@ def decide(votes: Sequence[Vote], policy: AgreementPolicy = NO_THRESHOLDS) -> Ba
         apply to the rows before padding, so with one above 0 an idle rank keeps all from splitting.
     """
     rows = [vote.rows for vote in votes]
-    kinds = {vote.kind for vote in votes if vote.rows} or {vote.kind for vote in votes}
-    kind = max(kinds, key=lambda kind: (policy.threshold(kind), kind))
-    threshold = policy.threshold(kind)
-
-    def ranks_that(consent: Consent) -> tuple[int, ...]:
-        return tuple(rank for rank, vote in enumerate(votes) if vote.consent is consent)
-
+    busy = [vote for vote in votes if vote.rows] or votes
+    threshold, kind = max((policy.threshold(vote.kind), vote.kind) for vote in busy)
+    consents = [vote.consent for vote in votes]
+    refusing = tuple(rank for rank, word in enumerate(consents) if word is Consent.REFUSES)
+    failing = tuple(rank for rank, word in enumerate(consents) if word is Consent.FAILS)
+    most = max(rows)
     return BatchDecision(
-        max_rows=max(rows),
+        max_rows=most,
         min_rows=min(rows),
-        allowed=all(vote.consent is Consent.ALLOWS for vote in votes),
+        allowed=not refusing and not failing,
         ranks=len(votes),
-        refusing=ranks_that(Consent.REFUSES),
-        failing=ranks_that(Consent.FAILS),
+        refusing=refusing,
+        failing=failing,
         below=tuple(rank for rank, count in enumerate(rows) if count < threshold),
         kind=kind,
         threshold=threshold,
-        bucket=policy.bucket_for(max(max(rows), policy.least_rows)),
+        bucket=policy.bucket_for(max(most, policy.least_rows)),
         least_rows=policy.least_rows,
     )

@@ -73,7 +73,7 @@ class Differential:
         return not (cuda and torch.cuda.is_current_stream_capturing())
 
     def run(self, module: GraphModule, args: tuple[Any, ...]) -> tuple[Any, Verdict]:
-        """Run both; inputs end up as the split run left them.
+        """Run both. Inputs end up as the split run left them, as they were if it is wrong.
 
         Returns:
             The split run's outputs, and the verdict.
@@ -86,12 +86,13 @@ class Differential:
         with torch.no_grad(), _Replay(self._whole_ids(record.chosen, args)) as replay:
             whole = self.captured.module(*args)
         whole_after = {i: args[i].clone() for i in self.written}
-        self._restore(args, after)
         names = [f"output {i}" for i in range(len(tree_leaves(split)))]
         pairs = list(zip(names, tree_leaves(split), tree_leaves(whole), strict=True))
         inputs = self.captured.placeholders
         pairs += [(f"input {inputs[i].name}", after[i], whole_after[i]) for i in self.written]
-        return split, _judge(pairs, replay.flips)
+        verdict = _judge(pairs, replay.flips)
+        self._restore(args, after if verdict.error is None else before)
+        return split, verdict
 
     def _whole_ids(self, chosen: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The recorded ids of every top-k of the unsplit graph, in its order."""

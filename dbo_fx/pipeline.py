@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -18,6 +18,9 @@ from dbo_fx.communication import Communication
 from dbo_fx.effects import Dependency, Effects
 from dbo_fx.errors import DboError
 from dbo_fx.ir import Action, Program
+
+if TYPE_CHECKING:
+    from dbo_fx.passes.sharding import Obligation
 
 log = logging.getLogger("dbo_fx")
 
@@ -33,6 +36,7 @@ class State:
         communications: The dispatches and combines of `captured`, two per MoE layer.
         layers: Number of MoE layers.
         microbatches: Number of microbatches.
+        obligations: What soundness leaves to a test on the first call's values.
         dependencies: What must run before what, over the nodes of `graph`.
         copies: Per microbatch, captured node -> its copy.
         actions: The order of actions, empty ones left out.
@@ -49,6 +53,7 @@ class State:
     communications: tuple[Communication, ...] = ()
     layers: int = 0
     microbatches: int = 1
+    obligations: tuple[Obligation, ...] = ()
     dependencies: tuple[Dependency, ...] = ()
     copies: tuple[dict[Node, Node], ...] = ()
     actions: tuple[Action, ...] = ()

@@ -256,9 +256,9 @@ def _latest(
         latest.append(limit)
     if limit < min_tokens * (k > 1):
         raise OptionError(
-            f"split_points: rule {rule!r} finds no {k - 1} places to cut {batch.num_requests} "
-            f"requests in {batch.padded_tokens} padded tokens into microbatches of at least "
-            f"{min_tokens}. Do not split this batch, or pad it."
+            f"split_points: rule {rule!r} cannot make {k} microbatches, each of {min_tokens} or "
+            f"more of {batch.padded_tokens} padded tokens, out of {batch.num_requests} requests. "
+            "Do not split this batch, or pad it."
         )
     return latest[::-1]
 

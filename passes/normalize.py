@@ -100,15 +100,17 @@ def hoist_sizes(captured: CapturedGraph) -> int:
     builder = _SizeBuilder(graph, base, captured.symbol)
     count = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or node is base or tag_of(node) == Tag(role="size"):
+        if node.op not in ("call_function", "placeholder") or node is base:
             continue
         value = value_of(node)
-        if not isinstance(value, torch.SymInt | int) or isinstance(value, bool):
+        if tag_of(node) == Tag(role="size") or not isinstance(value, torch.SymInt | int):
             continue
         expr = expression(value)
-        if not expr.free_symbols <= {captured.symbol}:
+        if isinstance(value, bool) or not expr.free_symbols <= {captured.symbol}:
             continue  # A second symbol: stays where it is, as ordinary size arithmetic.
         node.replace_all_uses_with(builder.build(expr, value))
+        if node.op == "placeholder":
+            continue  # Two marked inputs bring their size each; the microbatch has but one.
         graph.erase_node(node)
         count += 1
     return count

@@ -346,6 +346,7 @@ def communicating_groups(graph: Graph) -> set[str]:
             continue
         qualified = str(target._qualified_op_name if name == "OpOverloadPacket" else target.name())
         if qualified.split("::")[0] in ("_c10d_functional", "dbo_fx", "c10d"):
-            strings = [a for a in node.args if isinstance(a, str)]
+            named = [node.kwargs.get(key) for key in ("group", "group_name")]
+            strings = [a for a in (*node.args, *named) if isinstance(a, str)]
             found |= {strings[-1]} if strings else set()
     return found

@@ -1,26 +1,34 @@
-"""May this graph be split? The first gate: refuse what is known to change results.
+"""May this graph be split? Refuse what a microbatch would compute differently from the whole batch.
 
-needs:    a tagged graph and its effects
-ensures:  no random op; no input is written once per microbatch with the same value; no split input
-          along an inner dim is written
-before -> after: the graph is not changed
+needs:    a tagged graph, its effects and communications
+ensures:  every node has a `Finding`; no row of an output or of a written input needs rows of
+          another microbatch, except where `state.obligations` says that a test must decide
+before -> after: nodes are only annotated
 
 Guards and ranges are re-evaluated at every microbatch size when a batch comes (`sizes_refused`),
-and the first call compares split and unsplit results (`dbo_fx.differential`).
+the first call tests the obligations (`dbo_fx.row_dependence`) and, with `verify="numeric"`, compares
+split and unsplit results (`dbo_fx.differential`). The method and its limits: `docs/soundness.md`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import sympy
 import torch
+from dbo_fx.passes.positions import positions
+from dbo_fx.passes.sharding import Analysis, Obligation, finding_of, propagate
 from torch.fx import Node
 
 from dbo_fx.capture import value_of, where
 from dbo_fx.errors import SoundnessError
+from dbo_fx.layouts import APART, Inside, Mixed, Replicated, Split
 from dbo_fx.pipeline import State
-from dbo_fx.symbols import SizeRules, free_symbols
+from dbo_fx.symbols import SizeRules, coefficient, expression, free_symbols
+
+LEAD = "splitting this batch changes results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +38,10 @@ class Soundness:
     name: str = "soundness"
 
     def apply(self, state: State) -> tuple[State, str]:
-        """Check; the state stays as it is.
+        """Annotate the nodes and fill `obligations`.
 
         Raises:
-            SoundnessError: names the node, the reason and what to do.
+            SoundnessError: names the node, its line in the model, the reason and what to do.
         """
         token = token_dependent(state)
         for node in state.graph.nodes:
@@ -41,8 +49,84 @@ class Soundness:
                 _refuse_random(node)
                 _refuse_repeated_write(node, state, token)
         _refuse_inner_writes(state)
-        mutated = len(state.effects.mutated_live_in())
-        return state, f"{len(token)} nodes depend on tokens; {mutated} inputs written, in order"
+        analysis = propagate(state, positions(state))
+        for _, mixed in analysis.lost:
+            raise SoundnessError(f"{LEAD}: {_told(mixed)}")
+        _refuse_outputs(state, analysis)
+        return replace(state, obligations=tuple(analysis.obligations)), _report(state, analysis)
+
+
+def _report(state: State, analysis: Analysis) -> str:
+    calls = [n for n in state.graph.nodes if n.op == "call_function"]
+    verdicts = Counter(f.verdict for n in calls if (f := finding_of(n)) is not None)
+    kinds = Counter(o.kind for o in analysis.obligations)
+    counted = ", ".join(f"{verdicts[v]} {v}" for v in sorted(verdicts))
+    tests = ", ".join(f"{kinds[k]} {k}" for k in sorted(kinds)) or "nothing"
+    mutated = len(state.effects.mutated_live_in())
+    return f"{counted}; {mutated} inputs written, in order; left to a test: {tests}"
+
+
+def _told(mixed: Mixed) -> str:
+    return f"{where(mixed.node)} {mixed.reason}. {mixed.remedy}"
+
+
+def _refuse_outputs(state: State, analysis: Analysis) -> None:
+    output = next(n for n in reversed(state.graph.nodes) if n.op == "output")
+    for index, node in enumerate(torch.utils._pytree.tree_leaves(output.args[0])):
+        if not isinstance(node, Node) or not isinstance(value_of(node), torch.Tensor):
+            continue
+        layout = analysis.layouts[node]
+        assert not isinstance(layout, tuple)
+        place = f"output {index} ({node.name}) cannot be put together from microbatches"
+        if isinstance(layout, Mixed):
+            raise SoundnessError(f"{LEAD}: {place}: {_told(layout)}")
+        if isinstance(layout, Inside):
+            raise SoundnessError(
+                f"{LEAD}: {place}: {where(node)} leaves the region between dispatch and combine "
+                f"with its rows in another order. {APART}"
+            )
+        if isinstance(layout, Split | Replicated) and layout.shift:
+            raise SoundnessError(f"{LEAD}: {place}: {where(node)} counts from its own start. {APART}")
+        if isinstance(layout, Split):
+            _refuse_interleaved(state, node, layout, place)
+
+
+def _refuse_interleaved(state: State, node: Node, layout: Split, place: str) -> None:
+    """Outputs are concatenated; of a flattened dim only (outer, split, ...) like the input's."""
+    token = state.captured.token_inputs[0]
+    first = value_of(state.captured.placeholders[token.index])
+    shape = value_of(node).shape
+    if sum(state.captured.symbol in free_symbols(s) for s in shape) > 1:
+        return  # Refused where outputs are merged, with the shape.
+    sizes = [expression(s) for s in first.shape[: token.dim]]
+    flattened = layout.dim < token.dim and coefficient(
+        expression(shape[layout.dim]), state.captured.symbol
+    ) not in (None, 1)
+    product = sympy.prod(sizes)
+    wanted = int(product) if flattened and product.is_Integer else 1
+    if layout.outer != wanted:
+        raise SoundnessError(
+            f"{LEAD}: {place}: {where(node)} has the rows of one microbatch in {layout.outer} "
+            f"places of dim {layout.dim}, which is flattened. Return it unflattened."
+        )
+
+
+def refuse_obligations(obligations: Sequence[Obligation], why: str) -> None:
+    """Refuse what only a test on real values could clear.
+
+    Args:
+        obligations: What the soundness pass left over.
+        why: Why there will be no test, as a sentence without its full stop.
+
+    Raises:
+        SoundnessError: names the first unknown op, and the line that gives it a rule.
+    """
+    for found in obligations:
+        if found.kind == "unknown":
+            raise SoundnessError(
+                f"{where(found.node)} {found.reason}. Whether it mixes rows of the batch could only "
+                f"be tested on real values: {why}."
+            )
 
 
 def token_dependent(state: State) -> set[Node]:

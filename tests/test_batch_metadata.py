@@ -15,8 +15,8 @@ from dbo_fx.split_points import cut
 from paged_attention import make_case
 
 aten = torch.ops.aten
-# Ops whose result or shape must be known to the host.
-READS_BACK = {
+# Ops whose result or shape must be known to the host, and those that bring a value from it.
+WAITS = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
     "aten::masked_select",
@@ -24,11 +24,13 @@ READS_BACK = {
     "aten::equal",
     "aten::_unique2",
     "aten::repeat_interleave",
+    "aten::scalar_tensor",
     "aten::lift_fresh",
+    "aten::_to_copy",
 }
 
 
-class NoReadBack(TorchDispatchMode):
+class NoWait(TorchDispatchMode):
     """Refuses ops that wait for the device."""
 
     def __init__(self) -> None:
@@ -37,7 +39,7 @@ class NoReadBack(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        assert name not in READS_BACK, name
+        assert name not in WAITS, name
         self.ops.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -149,27 +151,30 @@ def padded(given: BatchTensors) -> BatchTensors:
 
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("tensor_points", [True, False])
-def test_nothing_is_read_back(compact: bool, tensor_points: bool):
+def test_nothing_passes_through_the_host(compact: bool, tensor_points: bool):
     given = batch()
     slots = 4 if compact else None
     builder = MetadataBuilder(given, 8, request_slots=slots, compact=compact)
     points = (torch.tensor(2), torch.tensor(9)) if tensor_points else (2, 9)
-    with NoReadBack() as mode:
+    with NoWait() as mode:
         builder.build(given, *points)
     assert mode.ops
     # The mode does see what it is there to refuse.
-    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoReadBack():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWait():
         given.seq_lens[0].item()
-    with pytest.raises(AssertionError, match="nonzero"), NoReadBack():
+    with pytest.raises(AssertionError, match="nonzero"), NoWait():
         given.seq_lens.nonzero()
+    with pytest.raises(AssertionError, match="scalar_tensor"), NoWait():
+        given.seq_lens.where(given.seq_lens > 0, 0)
 
 
 def test_builds_the_same_ops_whatever_the_values():
     traces = []
+    given = batch()
     for points in ((0, 1), (3, 8), (10, 12)):
-        builder = MetadataBuilder(batch(), 6)
-        with NoReadBack() as mode:
-            builder.build(batch(), *points)
+        builder = MetadataBuilder(given, 6)
+        with NoWait() as mode:
+            builder.build(given, *points)
         traces.append(mode.ops)
     assert traces[0] == traces[1] == traces[2]
 
@@ -220,6 +225,8 @@ def test_point_must_be_a_0_dim_integer(point: torch.Tensor):
         ({"seq_lens": torch.zeros(5, dtype=torch.int32)}, "query_start_loc has shape"),
         ({"block_table": torch.zeros(5, 2, dtype=torch.int32)}, "block_table has shape"),
         ({"positions": torch.zeros(12)}, "wanted integers"),
+        ({"positions": torch.zeros(3, 11, dtype=torch.int64)}, "the last one of 12 tokens"),
+        ({"slot_mapping": torch.zeros(1, 12, dtype=torch.int64)}, "slot_mapping has shape"),
     ],
 )
 def test_batch_that_does_not_fit_itself_is_refused(change: dict[str, torch.Tensor], message: str):

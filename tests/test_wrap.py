@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dbo_fx.comm import groups
+from dbo_fx.decision import AgreementPolicy, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
 from dbo_fx.wrap import WrappedModel, WrapStatistics, original_of, wrap
 from rank_pool import RankPool
@@ -157,6 +158,86 @@ def test_a_rank_without_tokens_stops_all_ranks_and_nobody_waits(ranks: RankPool)
     assert "ranks [1] of 2 could not prepare their arguments" in other
     assert "found no tensor with a dimension 0 among the arguments" in own
     assert first == second == "torch.Size([2, 4])"
+
+
+POLICY = AgreementPolicy(decode_threshold=4, prefill_threshold=8, buckets=(6, 16), timeout_s=60)
+
+
+def run_policy(rank: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Many steps under a policy; a rank with more than 9 rows has prefill among them."""
+    layer, compiled = compiled_layer()
+
+    def kind(rows: int) -> BatchKind:
+        return BatchKind.PREFILL if rows > 9 else BatchKind.DECODE
+
+    model = wrap(compiled, unsplit=layer, policy=POLICY, kind=kind, plan="the same")
+    right, decisions, seen = True, [], []
+    for pair in sizes:
+        x, ids = batch(rank, pair[rank])
+        out = model(x, ids)
+        right &= torch.equal(out["rows"], 2 * (x * layer.scale + ids))
+        decisions.append(model.statistics.decision)
+        seen.append(out["seen"][0])
+    return {"right": right, "decisions": decisions, "seen": seen, "statistics": model.statistics}
+
+
+def test_a_policy_decides_by_kind_and_pads_to_buckets(ranks: RankPool) -> None:
+    sizes = [(4, 5), (3, 5), (9, 0), (10, 7), (10, 8), (20, 9), (0, 0)]
+    first, second = ranks(run_policy, sizes)
+    for result in (first, second):
+        assert result["right"]
+        assert result["seen"] == [6, 6, 16, 16, 16, 20, 6]
+        assert [d.split for d in result["decisions"]] == [1, 0, 0, 0, 1, 1, 0]
+        assert result["statistics"].split_steps == 3
+        assert result["statistics"].unsplit_steps == {
+            "ranks [0] have fewer than 4 rows (decode-only)": 1,
+            "ranks [1] have fewer than 4 rows (decode-only)": 1,
+            "ranks [1] have fewer than 8 rows (with prefill)": 1,
+            "ranks [0, 1] have fewer than 4 rows (decode-only)": 1,
+        }
+    assert first["decisions"] == second["decisions"]
+
+
+def run_other_options(rank: int) -> tuple[str, str, bool]:
+    """Models that were wrapped otherwise on each rank, then one that was not."""
+    layer, compiled = compiled_layer()
+    x, ids = batch(rank, 4)
+    said = []
+    for options in ({"plan": f"plan {rank}"}, {"num_microbatches": 2 + rank}):
+        with pytest.raises(AgreementError) as caught:
+            wrap(compiled, unsplit=layer, **options)(x, ids)
+        said.append(str(caught.value))
+    out = wrap(compiled, unsplit=layer, plan="the same")(x, ids)
+    return said[0], said[1], torch.equal(out["rows"], 2 * (x * layer.scale + ids))
+
+
+def test_models_wrapped_otherwise_stop_all_ranks(ranks: RankPool) -> None:
+    for plan, policy, right in ranks(run_other_options):
+        assert "'plan 0'" in plan
+        assert "'plan 1'" in plan
+        assert "least_rows=4" in policy
+        assert "least_rows=6" in policy
+        assert right
+
+
+def run_bad_kind(rank: int) -> str:
+    """The kind cannot be told on rank 1."""
+    layer, compiled = compiled_layer()
+
+    def kind(rows: int) -> BatchKind:
+        if rank == 1:
+            raise KeyError("no such request")
+        return BatchKind.DECODE
+
+    with pytest.raises(AgreementError if rank == 0 else KeyError) as caught:
+        wrap(compiled, unsplit=layer, kind=kind)(*batch(rank, 4))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_tell_the_kind_stops_all_ranks(ranks: RankPool) -> None:
+    other, own = ranks(run_bad_kind, timeout_s=60)
+    assert "ranks [1] of 2 could not prepare their arguments" in other
+    assert "no such request" in own
 
 
 def double(x: Tensor, **rest: Tensor) -> Tensor:

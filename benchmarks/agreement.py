@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -57,7 +58,6 @@ def rank_main(rank: int) -> dict[str, float]:
         pair = [(bare, bare_us), (agree, agree_us)]
         # Each is first as often as second.
         for call, times in pair if step % 2 else reversed(pair):
-            dist.barrier()
             times.append(elapsed_us(call))
     return {
         "bare_us": statistics.median(bare_us[WARM_UP:]),
@@ -76,11 +76,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
+    load = os.getloadavg()[0]
     ranks = run_ranks(rank_main, RANKS, timeout_s=300)
     # The slower rank decides when the step begins.
     ratio = max(rank["agree_us"] / rank["bare_us"] for rank in ranks)
     record: dict[str, Any] = {
         "device": f"CPU, {torch.multiprocessing.cpu_count()} cores, {platform.machine()}",
+        "load_average_before": load,
         "torch": torch.__version__,
         "commit": git_commit(),
         "command": " ".join(["python", *sys.argv]),

@@ -11,6 +11,7 @@ import re
 from array import array
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from dbo_fx.errors import AgreementError
 # How long a rank whose step failed waits for the others' word, if its own limit is not shorter.
 _GRACE_S = 5.0
 _CELLS = 4
+_CONSENTS, _KINDS = tuple(Consent), tuple(BatchKind)
 
 
 @dataclass(slots=True)
@@ -77,19 +79,25 @@ def exchange(name: str, vote: Vote, fingerprint: int, timeout_s: float) -> tuple
             votes[channel.mine] = vote
             return votes, True
         # Everybody else's cells are zero, so the sum is what all ranks say.
-        channel.table.zero_()
+        cells = [0] * (_CELLS * channel.ranks)
         first = _CELLS * channel.mine
-        own = array("q", (vote.rows, vote.consent, vote.kind, fingerprint))
-        channel.cells[first : first + _CELLS] = own
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=timeout_s)
-        channel.carrier.allreduce([channel.table], options).wait()
+        cells[first : first + _CELLS] = (vote.rows, vote.consent, vote.kind, fingerprint)
+        channel.cells[:] = array("q", cells)
+        channel.carrier.allreduce([channel.table], _options(timeout_s)).wait()
     except RuntimeError as error:
         raise AgreementError(_who_is_missing(name, error, timeout_s)) from error
     told = channel.cells.tolist()
     said = zip(told[::_CELLS], told[1::_CELLS], told[2::_CELLS], strict=True)
-    votes = [Vote(rows, Consent(consent), BatchKind(kind)) for rows, consent, kind in said]
+    votes = [Vote(rows, _CONSENTS[consent], _KINDS[kind]) for rows, consent, kind in said]
     return votes, told[3::_CELLS] == [fingerprint] * channel.ranks
+
+
+@lru_cache(maxsize=16)
+def _options(timeout_s: float) -> dist.AllreduceOptions:
+    """Return the options of a sum that waits only so long."""
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    return options
 
 
 def _channel(name: str, group: dist.ProcessGroup, timeout_s: float) -> _Channel:

@@ -214,20 +214,44 @@ def _refuse_specialised(placeholders: Iterable[Node]) -> None:
     """A marked dim that became a constant: Dynamo would complain only after the backend."""
     for node in placeholders:
         value = value_of(node)
-        argument = node.meta.get("grapharg")
-        example = argument.example if argument is not None else None
-        marked = getattr(example, "_dynamo_dynamic_indices", None) or set()
-        marked = marked | getattr(example, "_dynamo_unbacked_indices", set())
-        if not isinstance(value, torch.Tensor):
-            continue
-        for dim in sorted(marked):
+        for dim in sorted(_marked_dims(node)):
             size = expression(value.shape[dim])
             if size.is_number:
                 raise UnsupportedGraphError(
-                    f"dim {dim} of input {node.name} is marked dynamic, but the model fixed it to "
-                    f"{size}: some op needs exactly that size (a baked-in shape, a branch on the "
-                    "batch size). Find it with TORCH_LOGS=dynamic; make it read x.shape instead."
+                    f"dim {dim} of input {node.name} is marked dynamic, but is fixed to {size}: "
+                    f"{_why_fixed(int(size), placeholders)}"
                 )
+
+
+def _marked_dims(node: Node) -> set[int]:
+    """The dims that the user marked on the tensor that was passed in."""
+    argument = node.meta.get("grapharg")
+    example = argument.example if argument is not None else None
+    if not isinstance(value_of(node), torch.Tensor):
+        return set()
+    dynamic = getattr(example, "_dynamo_dynamic_indices", None) or set()
+    return dynamic | getattr(example, "_dynamo_unbacked_indices", set())
+
+
+def _why_fixed(size: int, placeholders: Iterable[Node]) -> str:
+    if size < 2:
+        return (
+            "torch always compiles 0 and 1 rows apart. Call through dbo_fx.wrap, which pads every "
+            "rank to two rows per microbatch or more."
+        )
+    same = [
+        f"{n.name} dim {d}"
+        for n in placeholders
+        if isinstance(value_of(n), torch.Tensor)
+        for d, s in enumerate(value_of(n).shape)
+        if expression(s) == size and not str(n.target).endswith("parameters_")
+    ]
+    hint = f" Unmarked inputs of that size: {', '.join(same[:4])}." if same else ""
+    return (
+        "some op needs exactly that size (a baked-in shape, a branch on the batch size, another "
+        f"input of that size that is not marked).{hint} Find it with TORCH_LOGS=dynamic; make it "
+        "read x.shape instead, or mark the other input too."
+    )
 
 
 def _fake_mode(placeholders: Iterable[Node]) -> FakeTensorMode:
@@ -241,21 +265,26 @@ def _fake_mode(placeholders: Iterable[Node]) -> FakeTensorMode:
 
 def _choose_symbol(placeholders: Sequence[Node], split_dim: int | None) -> sympy.Symbol:
     found: dict[sympy.Symbol, list[str]] = {}
+    marked: set[sympy.Symbol] = set()
     for node in placeholders:
         value = value_of(node)
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             expr = expression(size)
             if expr.is_Symbol and (split_dim is None or dim == split_dim):
                 found.setdefault(expr, []).append(f"{node.name} dim {dim}")
-    if len(found) == 1:
-        return next(iter(found))
+                marked |= {expr} if dim in _marked_dims(node) else set()
+    # Dynamo makes sizes dynamic by itself when they change; the marked one is what the user meant.
+    candidates = marked or set(found)
+    if len(candidates) == 1:
+        return next(iter(candidates))
     if not found:
         at = "" if split_dim is None else f" at dim {split_dim}"
-        raise UnsupportedGraphError(f"no input has a symbolic size{at}. {MARK_HINT}")
+        hint = MARK_HINT.replace("(x, 0)", f"(x, {split_dim or 0})")
+        raise UnsupportedGraphError(f"no input has a symbolic size{at}. {hint}")
     listed = "; ".join(f"{symbol}: {', '.join(places)}" for symbol, places in found.items())
+    how = "Mark only the token dim" + (", or set option split_dim" if split_dim is None else "")
     raise UnsupportedGraphError(
-        f"several sizes are symbolic and it is not clear which one to split: {listed}. Mark only "
-        "the token dim, or set option split_dim."
+        f"several sizes are symbolic and it is not clear which one to split: {listed}. {how}."
     )
 
 

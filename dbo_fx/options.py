@@ -15,6 +15,7 @@ from dbo_fx import schedules
 from dbo_fx.errors import OptionError
 from dbo_fx.ir import Schedule
 
+LONGEST_S = 10_000_000  # about 115 days: what a store's timeout can hold with room to spare
 CHOICES = {
     "on_unsupported": ("raise", "fallback"),
     "verify": ("numeric", "static"),
@@ -67,8 +68,9 @@ class Options:
         if self.dump_dir is not None and not isinstance(self.dump_dir, str | os.PathLike):
             raise _bad("dump_dir", self.dump_dir, "a path or None")
         timeout = self.agree_timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise _bad("agree_timeout_s", timeout, "a positive number of seconds")
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if not number or not 0 < timeout < LONGEST_S:
+            raise _bad("agree_timeout_s", timeout, f"a positive number of seconds below {LONGEST_S}")
         own = self.resolved_schedule().num_microbatches
         if own is not None and self.num_microbatches not in (None, own):
             raise OptionError(

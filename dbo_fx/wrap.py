@@ -9,9 +9,10 @@ rows runs too.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from dbo_fx.agree import agree_batch
 from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
+from dbo_fx.padding import STEP, Padding
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ def wrap(
     policy: AgreementPolicy = NO_THRESHOLDS,
     kind: BatchKind | Callable[[int], BatchKind] = BatchKind.PREFILL,
     plan: str = "",
+    pad: Mapping[str, float] | None = None,
 ) -> WrappedModel:
     """Make a compiled model callable with any number of rows on each rank.
 
@@ -87,6 +90,10 @@ def wrap(
             has a threshold for each kind.
         plan: What this rank is about to run, for example the hash of its plan; a rank with another
             one stops all ranks.
+        pad: Values for the added rows by argument name, for example `{"slot_mapping": -1}`; other
+            arguments get zeros. Naming it says that added rows are harmless to what the model
+            writes in place; without it a step that pads on some rank is refused if the compiled
+            program writes caches or counters. Nothing may count rows by their number then.
 
     Returns:
         A callable with the arguments and the result of `compiled`. Every output tensor that has
@@ -120,6 +127,7 @@ def wrap(
         policy=replace(policy, least_rows=max(policy.least_rows, 2 * num_microbatches)),
         kind=kind,
         plan=plan,
+        pad=None if pad is None else dict(pad),
     )
 
 
@@ -137,6 +145,7 @@ class WrappedModel:
         policy: Thresholds, buckets and the fewest rows that either model sees.
         kind: What the rows are, or a function of their number.
         plan: What must be the same on every rank.
+        pad: Values for the added rows by argument name, or None for zeros.
         statistics: What the calls did so far.
     """
 
@@ -149,6 +158,7 @@ class WrappedModel:
     policy: AgreementPolicy
     kind: BatchKind | Callable[[int], BatchKind]
     plan: str
+    pad: dict[str, float] | None = None
     statistics: WrapStatistics = field(default_factory=WrapStatistics)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +178,7 @@ class WrappedModel:
         """
         try:
             tokens, rows = self._tokens(args, kwargs)
+            fill = self._fill(args, kwargs)
             allowed = self.allow(rows) if callable(self.allow) else self.allow
             kind = self.kind(rows) if callable(self.kind) else self.kind
         except Exception:
@@ -181,8 +192,12 @@ class WrappedModel:
                 "arguments, so no rank runs this step. See the error raised there."
             )
         padded = decision.padded_rows
-        args, kwargs = self._padded(args, kwargs, tokens, padded)
-        outputs = self._choose(decision)(*args, **kwargs)
+        args, kwargs = self._padded(args, kwargs, tokens, padded, fill)
+        told = STEP.set(self._padding(decision))
+        try:
+            outputs = self._choose(decision)(*args, **kwargs)
+        finally:
+            STEP.reset(told)
         self.statistics.rows += rows
         self.statistics.padding_rows += padded - rows
         self.statistics.decision = decision
@@ -207,12 +222,18 @@ class WrappedModel:
             policy=self.policy,
         )
 
+    def _padding(self, decision: BatchDecision) -> Padding:
+        """What every rank tells its program: whether any of them padded."""
+        if decision.padded_rows == decision.min_rows:
+            return Padding.NONE
+        return Padding.ZEROS if self.pad is None else Padding.NAMED
+
     def _tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], int]:
         """Return the ids of the tensors that hold token rows, and the number of rows."""
         where: Any = (args, kwargs) if self.token_args is None else self._named(args, kwargs)
         leaves = [
             leaf
-            for leaf in pytree.tree_leaves(where)
+            for leaf in _leaves(where)
             if isinstance(leaf, Tensor) and leaf.dim() > self.split_dim
         ]
         if not leaves:
@@ -232,22 +253,37 @@ class WrappedModel:
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the values of the arguments in `token_args`, however they were passed."""
-        assert self.token_args is not None
+        return self._by_name(args, kwargs, "token_args", self.token_args or ())
+
+    def _by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], option: str, names: Sequence[str]
+    ) -> list[Any]:
         original = original_of(self.compiled) or self.compiled
         target = original.forward if isinstance(original, torch.nn.Module) else original
         bound = inspect.signature(target).bind_partial(*args, **kwargs).arguments
         # What the signature collects in **kwargs is still an argument by name.
         given = {**bound, **kwargs}
-        missing = [name for name in self.token_args if name not in given]
+        missing = [name for name in names if name not in given]
         if missing:
             raise OptionError(
-                f"wrap: token_args {missing} were not passed, found {sorted(given)}. Pass them, "
-                "or leave their names out of token_args."
+                f"wrap: {option} {missing} were not passed, found {sorted(given)}. Pass them, "
+                f"or leave their names out of {option}."
             )
-        return [given[name] for name in self.token_args]
+        return [given[name] for name in names]
+
+    def _fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, float]:
+        """The named values for added rows, by the tensors' ids."""
+        names = self.pad or {}
+        values = self._by_name(args, kwargs, "pad", tuple(names))
+        return {id(t): names[name] for name, t in zip(names, values, strict=True)}
 
     def _padded(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: set[int], padded: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tokens: set[int],
+        padded: int,
+        fill: dict[int, float],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with every token tensor padded and marked dynamic."""
 
@@ -258,11 +294,12 @@ class WrappedModel:
             if missing:
                 shape = list(leaf.shape)
                 shape[self.split_dim] = missing
-                leaf = torch.cat([leaf, leaf.new_zeros(shape)], self.split_dim)
+                rows = leaf.new_full(shape, fill.get(id(leaf), 0))
+                leaf = torch.cat([leaf, rows], self.split_dim)
             torch._dynamo.mark_dynamic(leaf, self.split_dim)
             return leaf
 
-        padded_args: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(pad, (args, kwargs))
+        padded_args: tuple[tuple[Any, ...], dict[str, Any]] = _mapped(pad, (args, kwargs))
         return padded_args
 
     def _choose(self, decision: BatchDecision) -> Callable[..., Any]:
@@ -283,7 +320,26 @@ class WrappedModel:
                 return leaf
             return leaf.narrow(self.split_dim, 0, rows)
 
-        return outputs if padded == rows else pytree.tree_map(cut, outputs)
+        return outputs if padded == rows else _mapped(cut, outputs)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to all leaves, within dataclasses too, which are no containers to pytree."""
+
+    def leaf(item: Any) -> Any:
+        if not dataclasses.is_dataclass(item) or isinstance(item, type):
+            return function(item)
+        inner = {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if f.init}
+        return dataclasses.replace(item, **{n: _mapped(function, v) for n, v in inner.items()})
+
+    return pytree.tree_map(leaf, value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """All leaves that `_mapped` visits."""
+    found: list[Any] = []
+    _mapped(lambda item: found.append(item) or item, value)  # type: ignore[func-returns-value]
+    return found
 
 
 def original_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -196,7 +196,7 @@ def test_no_marked_input() -> None:
 
 def test_a_specialised_size() -> None:
     message = refused(bakes_in_the_size, hidden(T, H), mark=0)
-    assert "dim 0 of input l_x_ is marked dynamic, but the model fixed it to 4" in message
+    assert "dim 0 of input l_x_ is marked dynamic, but is fixed to 4" in message
 
 
 def test_no_tensor_input() -> None:

@@ -102,6 +102,7 @@ def test_a_key_that_is_no_string() -> None:
         ("agree_timeout_s", 0, "a positive number of seconds"),
         ("agree_timeout_s", -1.0, "a positive number of seconds"),
         ("agree_timeout_s", float("nan"), "a positive number of seconds"),
+        ("agree_timeout_s", float("inf"), "a positive number of seconds"),
         ("agree_timeout_s", "fast", "a positive number of seconds"),
         ("agree_timeout_s", True, "a positive number of seconds"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -284,3 +285,42 @@ def test_arguments_out_of_range_are_refused(options: dict[str, int]) -> None:
 
 def test_new_statistics_are_empty() -> None:
     assert str(WrapStatistics()) == "0 steps split, 0 not split; 0 rows, 0 rows of padding"
+
+
+@dataclass
+class Plain:
+    """A dataclass that pytree does not know."""
+
+    rows: torch.Tensor
+    note: str
+
+
+def in_a_dataclass(rank: int) -> tuple[int, str]:
+    model = wrap(lambda x: Plain(x + 1, "kept"), unsplit=lambda x: x)
+    result = model(torch.zeros(rank + 1, 2))
+    return len(result.rows), result.note
+
+
+def test_rows_in_a_dataclass_are_cut(ranks: Any) -> None:
+    assert ranks(in_a_dataclass) == [(1, "kept"), (2, "kept")]
+
+
+def padded_with(rank: int) -> list[int]:
+    model = wrap(lambda x, slots: slots, unsplit=lambda x: x, pad={"slots": -1})
+    seen: list[int] = []
+    model.compiled = lambda x, slots: seen.extend(slots.tolist())
+    model(torch.zeros(rank + 1, 2), slots=torch.arange(rank + 1))
+    return seen
+
+
+def test_added_rows_hold_the_named_value(ranks: Any) -> None:
+    assert ranks(padded_with) == [[0, -1, -1, -1], [0, 1, -1, -1]]
+
+
+def unknown_pad(rank: int) -> None:
+    wrap(lambda x: x, unsplit=lambda x: x, pad={"slot": -1})(torch.zeros(1, 2))
+
+
+def test_a_pad_value_for_no_argument_is_refused(ranks: Any) -> None:
+    with pytest.raises(OptionError, match=r"pad \['slot'\] were not passed"):
+        ranks(unknown_pad)

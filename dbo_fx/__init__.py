@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dbo_fx.errors import DboError
     from dbo_fx.ir import Program, Schedule
     from dbo_fx.options import Options
+    from dbo_fx.rules import elementwise, register_rule, replicated, row_wise
     from dbo_fx.wrap import wrap
 
 __version__ = "0.1.0"
@@ -27,6 +28,10 @@ __all__ = [
     "Schedule",
     "compilations",
     "compile_graph",
+    "elementwise",
+    "register_rule",
+    "replicated",
+    "row_wise",
     "trace",
     "wrap",
 ]
@@ -38,6 +43,10 @@ _HOME = {
     "Options": "options",
     "Program": "ir",
     "Schedule": "ir",
+    "elementwise": "rules",
+    "register_rule": "rules",
+    "replicated": "rules",
+    "row_wise": "rules",
     "compilations": "backend",
     "compile_graph": "backend",
     "trace": "capture",

@@ -28,7 +28,7 @@ from dbo_fx.passes.microbatch import Microbatch
 from dbo_fx.passes.normalize import Normalize
 from dbo_fx.passes.regions import Regions, communicating_groups
 from dbo_fx.passes.schedule import Order
-from dbo_fx.passes.soundness import Soundness
+from dbo_fx.passes.soundness import Soundness, refuse_obligations
 from dbo_fx.passes.streams import Streams
 from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import Pipeline
@@ -145,6 +145,7 @@ def compile_graph(
     """
     parsed = options if isinstance(options, Options) else Options.parse(options)
     compiled = compile_captured(captured, parsed)
+    refuse_obligations(compiled.obligations, "compile_graph runs nothing; use torch.compile")
     return compiled.program, compiled.module
 
 

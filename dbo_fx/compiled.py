@@ -15,19 +15,26 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from dbo_fx import ir
-from dbo_fx.agree import compare_over_store
+from dbo_fx.agree import Advice, compare_over_store
 from dbo_fx.capture import CapturedGraph
 from dbo_fx.comm.ops import abandon_in_flight
 from dbo_fx.communication import Communication
-from dbo_fx.differential import Differential
+from dbo_fx.differential import Differential, has_values
 from dbo_fx.errors import AgreementError, SoundnessError
+from dbo_fx.fake_rerun import FakeRerun
 from dbo_fx.options import Options
-from dbo_fx.passes.soundness import sizes_refused
+from dbo_fx.passes.sharding import Obligation
+from dbo_fx.passes.soundness import refuse_obligations, sizes_refused
 from dbo_fx.pipeline import Report, State
+from dbo_fx.row_dependence import RowDependence
 from dbo_fx.runtime import Runtime
 from dbo_fx.tag import tag_of
 
 log = logging.getLogger("dbo_fx")
+_AFTER_COMPARISON = Advice(
+    "Look for the first error there; it may have other options (verify).",
+    "Splitting changes results on some ranks, so no rank runs the program. See the error there.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,7 @@ class CompiledProgram:
         summary: What was found; prints readably.
         reports: One per pass.
         checked: The numeric differential's result, once it ran.
+        tested: The row-dependence test's result, once it ran.
     """
 
     def __init__(self, state: State, reports: tuple[Report, ...], options: Options) -> None:
@@ -87,10 +95,20 @@ class CompiledProgram:
         self.options = options
         self.summary = _summary(state)
         self.checked: str | None = None
+        self.tested: str | None = None
         self._refused: str | None = None
         self._state = state
         self._allowed_totals: set[int] = set()
+        self._allowed_sizes: set[int] = set()
+        self._shapes = FakeRerun(state.captured)
         self._differential = Differential(state) if options.verify == "numeric" else None
+        tests = bool(state.obligations) and state.microbatches > 1
+        self._row_test = RowDependence(state) if tests else None
+
+    @property
+    def obligations(self) -> tuple[Obligation, ...]:
+        """What the soundness pass left to the row-dependence test."""
+        return self._state.obligations
 
     @property
     def group(self) -> str:
@@ -128,7 +146,9 @@ class CompiledProgram:
             raise SoundnessError(self._refused)
         self.check_size(args)
         try:
-            if self._differential is not None and self._differential.can_run(args):
+            if self._row_test is not None:
+                self._test_rows(self._row_test, args)
+            if self._differential is not None and has_values(args):
                 return self._first_call(self._differential, args)
             return self.module(*args)
         except BaseException:
@@ -140,19 +160,36 @@ class CompiledProgram:
         result, verdict = differential.run(self.module, args)
         self.checked = str(verdict)
         log.info("numeric differential: %s", verdict)
-        word = "equal" if verdict.error is None else "different"
-        self._refused = verdict.error
-        try:  # Ranks that saw no difference must not run into the next collective alone.
-            compare_over_store(self.group, "numeric verdict", word, self.options.agree_timeout_s)
-        except AgreementError as error:
-            if verdict.error is None:
-                self._refused = f"the ranks found the split program wrong: {error}"
-                raise
-        if verdict.error is not None:
-            raise SoundnessError(verdict.error)
+        self._settle("numeric verdict", verdict.error)
         # Only now: a first call that failed for another reason has compared nothing.
         self._differential = None
         return result
+
+    def _test_rows(self, test: RowDependence, args: tuple[Any, ...]) -> None:
+        """Clear the obligations on real values, once."""
+        if not has_values(args):
+            refuse_obligations(self.obligations, "this call has no real values, or is captured")
+            return
+        error = test.run(args)
+        self.tested = f"{len(self.obligations)} nodes passed"
+        log.info("row-dependence test: %s", error or self.tested)
+        self._settle("row-dependence verdict", error)
+        self._row_test = None
+
+    def _settle(self, what: str, error: str | None) -> None:
+        """Refuse this program for ever on every rank if a first-call test failed on one."""
+        self._refused = error
+        word = "equal" if error is None else "different"
+        try:  # Ranks that saw no difference must not run into the next collective alone.
+            compare_over_store(
+                self.group, what, word, self.options.agree_timeout_s, advice=_AFTER_COMPARISON
+            )
+        except AgreementError as disagreed:
+            if error is None:
+                self._refused = f"the first call was not found right on every rank: {disagreed}"
+                raise
+        if error is not None:
+            raise SoundnessError(error)
 
     def check_size(self, args: tuple[Any, ...]) -> None:
         """Refuse a batch whose microbatches break a guard or a range; each size is checked once.
@@ -168,9 +205,12 @@ class CompiledProgram:
         bounds = [total * i // count for i in range(count + 1)]
         sizes = [high - low for low, high in pairwise(bounds)]
         refused = sizes_refused(self.captured.rules, sizes)
+        for size in sorted(set(sizes) - self._allowed_sizes) if count > 1 else ():
+            refused = refused or self._shapes.refused(args, size)
         if refused is not None:
             raise SoundnessError(f"a batch of {total} rows cannot be split: {refused}")
         self._allowed_totals.add(total)
+        self._allowed_sizes.update(sizes)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.

@@ -7,6 +7,7 @@ in the unsplit one. What remains is rounding, and must stay below a tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
+from dbo_fx.layouts import Split
+from dbo_fx.passes.sharding import finding_of
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import coefficient, expression, free_symbols
 
@@ -65,12 +68,8 @@ class Differential:
         self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
 
     def can_run(self, args: tuple[Any, ...]) -> bool:
-        """Whether there are values to compare: no meta or fake tensors, not under CUDA capture."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
-            return False
-        cuda = any(t.is_cuda for t in tensors)
-        return not (cuda and torch.cuda.is_current_stream_capturing())
+        """Whether there are values to compare."""
+        return has_values(args)
 
     def run(self, module: GraphModule, args: tuple[Any, ...]) -> tuple[Any, Verdict]:
         """Run both. Inputs end up as the split run left them, as they were if it is wrong.
@@ -87,12 +86,25 @@ class Differential:
             whole = self.captured.module(*args)
         whole_after = {i: args[i].clone() for i in self.written}
         names = [f"output {i}" for i in range(len(tree_leaves(split)))]
-        pairs = list(zip(names, tree_leaves(split), tree_leaves(whole), strict=True))
-        inputs = self.captured.placeholders
-        pairs += [(f"input {inputs[i].name}", after[i], whole_after[i]) for i in self.written]
+        pairs = list(
+            zip(names, tree_leaves(split), tree_leaves(whole), self._output_rows(), strict=True)
+        )
+        for index in self.written:
+            name = f"input {self.captured.placeholders[index].name}"
+            pairs.append((name, after[index], whole_after[index], Split(0)))
         verdict = _judge(pairs, replay.flips)
         self._restore(args, after if verdict.error is None else before)
         return split, verdict
+
+    def _output_rows(self) -> list[Split]:
+        """Where every output has the batch's rows."""
+        output = next(n for n in reversed(self.captured.graph.nodes) if n.op == "output")
+        findings = [
+            finding_of(leaf) if isinstance(leaf, Node) else None
+            for leaf in tree_leaves(output.args[0])
+        ]
+        layouts = [None if found is None else found.layout for found in findings]
+        return [layout if isinstance(layout, Split) else Split(0) for layout in layouts]
 
     def _whole_ids(self, chosen: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The recorded ids of every top-k of the unsplit graph, in its order."""
@@ -125,6 +137,15 @@ class Differential:
     def _restore(args: tuple[Any, ...], values: dict[int, torch.Tensor]) -> None:
         for index, value in values.items():
             args[index].copy_(value)
+
+
+def has_values(args: Sequence[Any]) -> bool:
+    """Whether inputs can be computed with: no meta or fake tensors, not under CUDA capture."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if any(t.is_meta or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return False
+    cuda = any(t.is_cuda for t in tensors)
+    return not (cuda and torch.cuda.is_current_stream_capturing())
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -171,28 +192,32 @@ def _relative(split: torch.Tensor, whole: torch.Tensor) -> float:
     return float(difference / scale)
 
 
-def _rows(split: torch.Tensor, whole: torch.Tensor, limit: float) -> str:
-    """Which rows of dim 0 differ most visibly."""
-    if split.shape != whole.shape or split.dim() < 2 or not split.is_floating_point():
+def _rows(split: torch.Tensor, whole: torch.Tensor, limit: float, layout: Split) -> str:
+    """Which rows of the batch differ most visibly, counted in the whole batch."""
+    if split.shape != whole.shape or split.dim() < 1 or not split.is_floating_point():
         return ""
-    difference = (split - whole).flatten(1).abs().amax(1)
+    before, dim = split.shape[: layout.dim], layout.dim
+    sizes = (*before, layout.outer, -1, layout.inner, *split.shape[dim + 1 :])
+    apart = (split - whole).reshape(sizes).movedim(dim + 1, 0)
+    difference = apart.flatten(1).abs().amax(1)
     scale = whole.abs().max() * max(limit, 1e-12)
     rows = (~(difference <= scale)).nonzero().flatten().tolist()
     shown = ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
-    return f"Rows of dim 0 that differ: {shown or 'none by much'}. "
+    return f"Rows of dim {dim} that differ: {shown or 'none by much'}. "
 
 
-def _judge(pairs: list[tuple[str, Any, Any]], flips: int) -> Verdict:
+def _judge(pairs: list[tuple[str, Any, Any, Split]], flips: int) -> Verdict:
     largest, error = 0.0, None
-    tensors = [(n, a, b) for n, a, b in pairs if isinstance(a, torch.Tensor)]
-    for name, split, whole in tensors:
+    tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
+    for name, split, whole, layout in tensors:
         limit = TOLERANCE.get(split.dtype, 0.0)
         difference = _relative(split, whole)
         largest = max(largest, difference)
         if error is None and not difference <= limit:
             error = (
                 f"splitting this batch changes results: {name} differs by {difference:.1e} "
-                f"relative (allowed for {split.dtype}: {limit:.0e}). {_rows(split, whole, limit)}"
+                f"relative (allowed for {split.dtype}: {limit:.0e}). "
+                f"{_rows(split, whole, limit, layout)}"
                 "Some op mixes rows of the batch (a mean, a sort, attention over the split dim "
                 "without a cache). "
                 "Split along another dim (option split_dim), or keep the op out of the region."

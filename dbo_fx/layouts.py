@@ -89,6 +89,7 @@ class Mixing(Exception):
     """Raised by a rule: this call mixes rows."""
 
     def __init__(self, reason: str, remedy: str = APART) -> None:
+        """What the call does, and what to do about it."""
         super().__init__(reason)
         self.reason, self.remedy = reason, remedy
 

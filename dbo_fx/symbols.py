@@ -130,11 +130,16 @@ class ConcreteSizes:
 
     PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_099, 1_000_117)
 
-    def __init__(self, symbol: sympy.Symbol, size: int | None = None) -> None:
-        """Let the split symbol have this size; None takes the prime."""
+    def __init__(
+        self,
+        symbol: sympy.Symbol,
+        size: int | None = None,
+        others: dict[sympy.Symbol, int] | None = None,
+    ) -> None:
+        """Let the split symbol have this size (None: the prime), and some other ones theirs."""
         self.prime = self.PRIMES[0] if size is None else size
-        self._known: dict[sympy.Expr, int | float] = {symbol: self.prime}
-        self._symbols: dict[sympy.Symbol, int] = {symbol: self.prime}
+        self._symbols: dict[sympy.Symbol, int] = {**(others or {}), symbol: self.prime}
+        self._known: dict[sympy.Expr, int | float] = dict(self._symbols)
 
     def number(self, size: Any) -> Any:
         """A size, or any other value unchanged."""

@@ -30,7 +30,7 @@ from dbo_fx.communication import (
     launch_of,
     phases_of,
 )
-from dbo_fx.effects import Effects
+from dbo_fx.effects import Effects, Key
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
 from dbo_fx.pipeline import State
@@ -168,11 +168,13 @@ class _Tagger:
     def _tag_shared(self) -> None:
         """Nodes that no token reaches: masks, rope tables, views and casts of weights.
 
-        What touches a storage that a token reaches, or a written input, is not shared: the later
-        microbatch must see what the earlier one wrote, in buffers of its own.
+        What touches a storage that a token reaches is not shared: every microbatch needs buffers of
+        its own, and the later one must see what the earlier one wrote to an input. An input that is
+        read and written without tokens alone (a decode step's counter) stays shared: once per step.
         """
         free = {n for n in self.graph.nodes if n.op == "get_attr" or self._is_token_free_input(n)}
-        barred = self.effects.mutated_live_in()
+        mutated = self.effects.mutated_live_in()
+        barred: frozenset[Key] = frozenset()
         candidates = self._untagged()
         while True:
             shared = set(free)
@@ -181,8 +183,11 @@ class _Tagger:
                 touched = access.reads | access.writes | access.results
                 if not touched & barred and all(p in shared for p in self.needs[node]):
                     shared.add(node)
-            outside = [n for n in candidates if n not in shared]
-            spoiled = {k for n in outside for k in self.effects.of(n).writes}
+            spoiled = frozenset[Key]()
+            for node in self.nodes:
+                if node not in shared:
+                    access = self.effects.of(node)
+                    spoiled |= access.writes | (access.reads & mutated)
             if spoiled <= barred:
                 break
             barred |= spoiled

@@ -95,7 +95,8 @@ class Order:
             order += sorted(wanted, key=position.__getitem__)
             placed |= wanted
             order += group
-        order += sorted(_closure(last, needs, placed), key=position.__getitem__)
+        # Shared nodes that no action needs: writes to inputs, asserts, what only outputs need.
+        order += sorted(shared - placed, key=position.__getitem__)
         order += last
         here = graph._root
         for node in order:

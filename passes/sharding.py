@@ -19,19 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from dbo_fx.passes.positions import Position
-from dbo_fx.passes.sharding_rules import (
-    CARRIES,
-    DECIDES,
-    LOOKS_UP,
-    MOVES,
-    ORDERS,
-    SHAPE_ONLY,
-    SUMS,
-    TAKES_SIZES,
-    rule_of,
-)
-from dbo_fx.passes.sharding_state import LiveIns, storage_of, written_tensors
 from torch.fx import Node
 
 from dbo_fx.capture import value_of
@@ -51,6 +38,19 @@ from dbo_fx.layouts import (
     Split,
     candidates,
 )
+from dbo_fx.passes.positions import Position
+from dbo_fx.passes.sharding_rules import (
+    CARRIES,
+    DECIDES,
+    LOOKS_UP,
+    MOVES,
+    ORDERS,
+    SHAPE_ONLY,
+    SUMS,
+    TAKES_SIZES,
+    rule_of,
+)
+from dbo_fx.passes.sharding_state import LiveIns, storage_of, written_tensors
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import ConcreteSizes, free_symbols
 
@@ -234,7 +234,7 @@ class _Walk:
             return
         name = _name(node)
         touched = {n: x for n, x in known.items() if _is_state(x) and self._is_live(n)}
-        if touched and not is_view_op(node.target) and name not in SHAPE_ONLY:
+        if touched and not _is_view(node) and name not in SHAPE_ONLY:
             self.live.read(touched)
         for own in (n for n, x in known.items() if isinstance(x, Split) and self._is_live(n)):
             self.live.read_window(own)
@@ -329,9 +329,7 @@ class _Walk:
         except Mixing as found:
             return _for_results(node, Mixed(node, found.reason, found.remedy))
 
-    def _ruled(
-        self, node: Node, name: str, given: dict[Node, Layout], judge: bool
-    ) -> Layouts:
+    def _ruled(self, node: Node, name: str, given: dict[Node, Layout], judge: bool) -> Layouts:
         state = any(_is_state(x) for x in given.values())
         rows = any(isinstance(x, Split | Inside) for x in given.values())
         if state and rows and judge:
@@ -472,10 +470,11 @@ class _Walk:
         if name == "copy":
             source = node.args[1]
             assert isinstance(source, Node)
-            layout = known[source]
+            layout, held = known[source], known[target]
             assert not isinstance(layout, tuple)
-            if isinstance(known[target], Mixed) and isinstance(layout, Replicated):
-                layout = known[target]  # type: ignore[assignment]
+            assert not isinstance(held, tuple)
+            if isinstance(held, Mixed) and isinstance(layout, Replicated):
+                return held
             if isinstance(layout, Split):
                 ranks = value_of(target).dim() - value_of(source).dim()
                 layout = replace(layout, dim=layout.dim + ranks)
@@ -489,7 +488,11 @@ class _Walk:
         new = self._join(node, target, key, layout)
         if new != old:
             storage.layout, storage.version = new, storage.version + 1
-        if storage.base.op == "placeholder" and isinstance(new, Mixed) and not isinstance(old, Mixed):
+        if (
+            storage.base.op == "placeholder"
+            and isinstance(new, Mixed)
+            and not isinstance(old, Mixed)
+        ):
             self.analysis.lost.append((node, new))
         self._know(node, self._layout(target))
 
@@ -542,6 +545,10 @@ def how_to_register(op: str) -> str:
 
 def _each(layouts: Layouts) -> Iterator[Layout]:
     yield from layouts if isinstance(layouts, tuple) else (layouts,)
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_view_op(node.target)
 
 
 def _is_size(node: Node) -> bool:

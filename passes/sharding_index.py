@@ -70,8 +70,11 @@ def _rows(call: Call, node: Node, given: dict[int, Any]) -> Replicated | Split:
 def is_local(call: Call, place: Any, layout: Layout) -> bool:
     """Whether an index counts rows of a split dim from the microbatch's own start."""
     own = call.split(place)
-    return isinstance(layout, Split) and layout.outer == 1 and own is not None and (
-        own.shift == layout.inner
+    return (
+        isinstance(layout, Split)
+        and layout.outer == 1
+        and own is not None
+        and (own.shift == layout.inner)
     )
 
 
@@ -197,6 +200,6 @@ def searched(call: Call) -> Layouts:
     """`searchsorted` and `bucketize`: values are looked up in sorted boundaries."""
     table = call.args.get("sorted_sequence", call.args.get("boundaries"))
     values = call.args.get("self", call.args.get("input"))
-    if call.split(table):
+    if isinstance(table, Node) and call.split(table):
         mixes(f"searches in {table.name}, which holds the rows of the batch")
     return _plain(call.layout(values))

@@ -95,40 +95,47 @@ _TABLE: dict[Rule, str] = {
     index.index_put: "index_put _unsafe_index_put",
     index.searched: "searchsorted bucketize",
 }
-RULES: dict[str, Rule] = {f"aten::{n}": rule for rule, names in _TABLE.items() for n in names.split()}
+RULES: dict[str, Rule] = {
+    f"aten::{n}": rule for rule, names in _TABLE.items() for n in names.split()
+}
 RULES["_c10d_functional::wait_tensor"] = shapes.same
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What keeps a position a position (see `Split.shift`), and what computes with it.
-CARRIES = frozenset(
-    "to _to_copy clone contiguous detach alias view reshape flatten unflatten unsqueeze squeeze"
-    " view_as transpose t permute movedim expand expand_as broadcast_to repeat repeat_interleave"
-    " slice select cat stack lift_fresh_copy float long int double split chunk unbind"
-    .split()
-)  # fmt: skip
-SUMS = frozenset("add sub rsub mul div floor_divide remainder eq ne lt le gt ge neg".split())
-LOOKS_UP = frozenset(
+CARRIES = _names(
+    "to _to_copy clone contiguous detach alias view reshape flatten unflatten unsqueeze"
+    " squeeze view_as transpose t permute movedim expand expand_as broadcast_to repeat"
+    " repeat_interleave slice select cat stack lift_fresh_copy float long int double split"
+    " chunk unbind"
+)
+SUMS = _names("add sub rsub mul div floor_divide remainder eq ne lt le gt ge neg")
+LOOKS_UP = _names(
     "embedding index index_select gather scatter scatter_add index_copy index_add index_fill"
-    " index_put _unsafe_index".split()
-)  # fmt: skip
+    " index_put _unsafe_index"
+)
 # Ops whose result depends on sizes and dtype of their tensors alone.
-SHAPE_ONLY = frozenset(
+SHAPE_ONLY = _names(
     "zeros_like ones_like empty_like new_zeros new_ones new_empty new_full new_empty_strided"
-    " full_like sym_size _assert_tensor_metadata".split()
+    " full_like sym_size _assert_tensor_metadata"
 )
 # Ops that may take the batch size without computing a value from it.
-TAKES_SIZES = SHAPE_ONLY | frozenset(
-    "view reshape flatten unflatten expand broadcast_to repeat tile zeros ones full empty slice"
-    " narrow split split_with_sizes chunk tensor_split arange combine all_to_all_single _unsafe_view"
-    " all_gather_into_tensor reduce_scatter_tensor one_hot empty_strided _assert_scalar pad eye"
-    " repeat_interleave".split()
+TAKES_SIZES = SHAPE_ONLY | _names(
+    "view reshape flatten unflatten expand broadcast_to repeat tile zeros ones full empty"
+    " slice narrow split split_with_sizes chunk tensor_split arange combine all_to_all_single"
+    " _unsafe_view all_gather_into_tensor reduce_scatter_tensor one_hot empty_strided"
+    " _assert_scalar pad eye repeat_interleave"
 )
 # Between dispatch and combine rows may be put in another order by these.
-ORDERS = frozenset("sort argsort cumsum sum bincount histc searchsorted count_nonzero".split())
-MOVES = frozenset(
+ORDERS = _names("sort argsort cumsum sum bincount histc searchsorted count_nonzero")
+MOVES = _names(
     "index index_select gather _grouped_mm grouped_mm index_put index_copy index_add scatter"
-    " scatter_add bincount histc".split()
+    " scatter_add bincount histc"
 )
-DECIDES = frozenset("lt le gt ge clamp clamp_min clamp_max minimum maximum where".split())
+DECIDES = _names("lt le gt ge clamp clamp_min clamp_max minimum maximum where")
 
 
 def rule_of(op: str) -> Rule | None:

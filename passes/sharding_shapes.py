@@ -114,7 +114,9 @@ def repeated(call: Call) -> Layouts:
     if not isinstance(layout, Split):
         return layout
     dim = layout.dim + len(call.out) - call.rank(node)
-    return replace(layout, dim=dim, outer=layout.outer * call.out[dim] // call.shape(node)[layout.dim])
+    return replace(
+        layout, dim=dim, outer=layout.outer * call.out[dim] // call.shape(node)[layout.dim]
+    )
 
 
 def repeat_interleaved(call: Call) -> Layouts:
@@ -157,8 +159,10 @@ def refuse_along(call: Call, dims: set[int], does: str, remedy: str = "") -> Non
     shape, layout = call.shape(node), call.split(node)
     for dim in sorted(dims & set(range(len(shape)))):
         if (layout is not None and layout.dim == dim) or call.varies(shape[dim]):
-            mixes(f"{does} dim {dim} of {node.name}, which holds the rows of the batch", *filter(
-                None, [remedy]))
+            mixes(
+                f"{does} dim {dim} of {node.name}, which holds the rows of the batch",
+                *filter(None, [remedy]),
+            )
 
 
 def reduced(name: str = "dim", does: str = "reduces") -> Rule:

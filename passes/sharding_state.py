@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dbo_fx.passes.sharding_index import slot_dims
 from torch.fx import Node
 
 from dbo_fx.capture import value_of
-from dbo_fx.layouts import APART, Call, Layout, Layouts, Mixed, Replicated, Split
+from dbo_fx.layouts import Call, Layout, Layouts, Mixed, Replicated, Split
+from dbo_fx.passes.sharding_index import slot_dims
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import ConcreteSizes, same_storage_key
+from dbo_fx.tag import tag_of
 
 SCRATCH = (
     "writes an input that all microbatches share, but not by slot: the microbatches overwrite each "
@@ -77,7 +78,9 @@ class LiveIns:
         tokens = {storage_of(inputs[t.index]) for t in state.captured.token_inputs}
         written: dict[Hashable, list[Node]] = {}
         for node in state.graph.nodes:
-            if state.effects.of(node).writes & state.effects.live_in:
+            tag = tag_of(node)
+            once = tag is not None and tag.role == "shared"  # It runs before all microbatches.
+            if state.effects.of(node).writes & state.effects.live_in and not once:
                 for key in written_storages(node) - tokens:
                     written.setdefault(key, []).append(node)
         constant = {storage_of(n) for n in state.graph.nodes if n.op in ("placeholder", "get_attr")}

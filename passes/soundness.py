@@ -5,9 +5,10 @@ ensures:  every node has a `Finding`; no row of an output or of a written input 
           another microbatch, except where `state.obligations` says that a test must decide
 before -> after: nodes are only annotated
 
-Guards and ranges are re-evaluated at every microbatch size when a batch comes (`sizes_refused`),
-the first call tests the obligations (`dbo_fx.row_dependence`) and, with `verify="numeric"`, compares
-split and unsplit results (`dbo_fx.differential`). The method and its limits: `docs/soundness.md`.
+When a batch comes, guards, ranges (`sizes_refused`) and shapes (`dbo_fx.fake_rerun`) are evaluated
+again at every microbatch size. The first call tests the obligations (`dbo_fx.row_dependence`) and,
+with `verify="numeric"`, compares split and unsplit results (`dbo_fx.differential`). The method and
+its limits: `docs/soundness.md`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
-from dbo_fx.passes.positions import positions
-from dbo_fx.passes.sharding import Analysis, Obligation, finding_of, propagate
 from torch.fx import Node
 
 from dbo_fx.capture import value_of, where
 from dbo_fx.errors import SoundnessError
 from dbo_fx.layouts import APART, Inside, Mixed, Replicated, Split
+from dbo_fx.passes.positions import positions
+from dbo_fx.passes.sharding import Analysis, Obligation, finding_of, propagate
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import SizeRules, coefficient, expression, free_symbols
+from dbo_fx.tag import tag_of
 
 LEAD = "splitting this batch changes results"
 
@@ -86,7 +88,9 @@ def _refuse_outputs(state: State, analysis: Analysis) -> None:
                 f"with its rows in another order. {APART}"
             )
         if isinstance(layout, Split | Replicated) and layout.shift:
-            raise SoundnessError(f"{LEAD}: {place}: {where(node)} counts from its own start. {APART}")
+            raise SoundnessError(
+                f"{LEAD}: {place}: {where(node)} counts from its own start. {APART}"
+            )
         if isinstance(layout, Split):
             _refuse_interleaved(state, node, layout, place)
 
@@ -106,8 +110,9 @@ def _refuse_interleaved(state: State, node: Node, layout: Split, place: str) -> 
     wanted = int(product) if flattened and product.is_Integer else 1
     if layout.outer != wanted:
         raise SoundnessError(
-            f"{LEAD}: {place}: {where(node)} has the rows of one microbatch in {layout.outer} "
-            f"places of dim {layout.dim}, which is flattened. Return it unflattened."
+            f"{LEAD}: {place}: {where(node)} has the rows of one microbatch in several "
+            f"places of dim {layout.dim}, which is flattened; they cannot be put back where they "
+            "came from. Return it unflattened."
         )
 
 
@@ -124,8 +129,8 @@ def refuse_obligations(obligations: Sequence[Obligation], why: str) -> None:
     for found in obligations:
         if found.kind == "unknown":
             raise SoundnessError(
-                f"{where(found.node)} {found.reason}. Whether it mixes rows of the batch could only "
-                f"be tested on real values: {why}."
+                f"{where(found.node)} {found.reason}. Whether it mixes rows of the batch could "
+                f"only be tested on real values: {why}."
             )
 
 
@@ -168,6 +173,9 @@ def _refuse_repeated_write(node: Node, state: State, token: set[Node]) -> None:
     """A write that no token reaches happens once a step; copies would repeat it."""
     if node in token or not state.effects.of(node).writes & state.effects.live_in:
         return
+    tag = tag_of(node)
+    if tag is not None and tag.role == "shared":
+        return  # Runs once for all microbatches.
     raise SoundnessError(
         f"{where(node)} writes an input in place with a value that does not depend on the tokens; "
         "it would run once per microbatch instead of once. Move the update out of the compiled "

@@ -136,6 +136,27 @@ def ranges_are_not_evaluated_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compiled, "sizes_refused", nothing)
 
 
+@mutation("soundness", "test_sharding.py::test_mixing_is_found_with_its_reason")
+def reductions_over_the_batch_are_allowed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import sharding_shapes
+
+    patch.setattr(sharding_shapes, "refuse_along", nothing)
+
+
+@mutation("soundness", "test_corpus.py::test_an_unsound_graph_is_refused_with_its_reason")
+def moved_rows_are_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import row_dependence
+
+    patch.setattr(row_dependence, "_differ", nothing)
+
+
+@mutation("soundness", "test_corpus.py::test_an_unsound_graph_is_refused_with_its_reason")
+def shapes_are_not_computed_again(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.fake_rerun import FakeRerun
+
+    patch.setattr(FakeRerun, "refused", nothing)
+
+
 @mutation("positions", "test_microbatch.py::test_positions_move_with_the_microbatch")
 def no_offset(patch: pytest.MonkeyPatch) -> None:
     from dbo_fx.passes.positions import Position

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dbo_fx
 from dbo_fx.backend import compile_captured
+from dbo_fx.comm.gloo import GlooReference
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.differential import Differential
-from dbo_fx.errors import SoundnessError
+from dbo_fx.errors import CommunicationError, SoundnessError
 from dbo_fx.options import Options
 from small_moe import (
     OPS,
@@ -73,6 +75,38 @@ def test_it_runs_once() -> None:
     assert compiled.checked is None
 
 
+def test_a_refused_program_stays_refused_and_its_inputs_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that tries again must not get the wrong result without a word."""
+    trace = traced_model(CachedMoe, 1, ranks=1)
+    compiled, args, untouched = compiled_of(trace), trace.args(), trace.args()
+    monkeypatch.setattr("dbo_fx.differential.TOLERANCE", {torch.float32: -1.0})
+    with one_rank():
+        for _ in range(2):
+            with pytest.raises(SoundnessError, match=r"^splitting this batch changes results"):
+                compiled(*args)
+            torch.testing.assert_close(args, untouched, rtol=0, atol=0)
+
+
+def test_a_first_call_that_failed_for_another_reason_leaves_the_comparison_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("peer lost")
+
+    trace = traced_model(PlainMoe, 1, ranks=1)
+    compiled = compiled_of(trace)
+    with one_rank():
+        with monkeypatch.context() as broken:
+            broken.setattr(GlooReference, "finish", lost)
+            with pytest.raises(CommunicationError, match="peer lost"):
+                compiled(*trace.args())
+        assert compiled.checked is None
+        compiled(*trace.args())
+    assert compiled.checked is not None
+
+
 def test_static_verification_compares_nothing() -> None:
     trace = traced_model(PlainMoe, 1, ranks=1)
     compiled = compiled_of(trace, "static")
@@ -81,12 +115,32 @@ def test_static_verification_compares_nothing() -> None:
     assert compiled.checked is None
 
 
+torch.library.define("differential::whiten", "(Tensor x) -> Tensor")
+torch.library.define("differential::lean", "(Tensor x) -> Tensor")
+torch.library.register_fake("differential::whiten", torch.empty_like)
+torch.library.register_fake("differential::lean", lambda x: x.new_empty(1, 1))
+# These rules are wrong: a user may promise what is not so, and the comparison must find out.
+dbo_fx.register_rule("differential::whiten", dbo_fx.elementwise)
+dbo_fx.register_rule("differential::lean", dbo_fx.replicated)
+
+
+@torch.library.impl("differential::whiten", "CPU")
+def whiten(x: Tensor) -> Tensor:
+    """Subtract the mean of the batch, only where the feature's sum is large."""
+    return torch.where(x.sum(1, keepdim=True) > 100, x - x.mean(0, keepdim=True), x.clone())
+
+
+@torch.library.impl("differential::lean", "CPU")
+def lean(x: Tensor) -> Tensor:
+    """A tiny number that has another sign for half of the batch."""
+    return x.new_full((1, 1), (x.shape[0] - 4.5) * 1e-6)
+
+
 class Whitening(PlainMoe):
-    """Subtracts the mean of the batch, only where the feature's sum is large."""
+    """Mixes rows in an op of its own."""
 
     def forward(self, x: Tensor) -> Any:
-        mean = x.mean(0, keepdim=True)
-        return self.body(torch.where(x.sum(1, keepdim=True) > 100, x - mean, x))
+        return self.body(torch.ops.differential.whiten(x))
 
 
 def test_a_graph_that_mixes_rows_is_refused_and_the_rows_are_named() -> None:
@@ -107,16 +161,16 @@ def test_a_graph_that_mixes_rows_is_refused_and_the_rows_are_named() -> None:
 
 
 class Scan(PlainMoe):
-    """A running sum of everything before."""
+    """Keeps rows that saw each other."""
 
     def forward(self, x: Tensor, state: Tensor) -> Any:  # type: ignore[override]
-        state.copy_(x.abs().amax(0))
+        state.index_copy_(0, torch.arange(x.shape[0]), torch.ops.differential.whiten(x * 100))
         return self.body(x)
 
 
 def test_a_written_input_that_differs_is_refused_by_name() -> None:
     with one_rank():
-        trace = traced_here(Scan(), torch.zeros(H))
+        trace = traced_here(Scan(), torch.zeros(16, H))
         with pytest.raises(SoundnessError, match=r"changes results: input l_state_ differs by"):
             compiled_of(trace)(*trace.args())
 
@@ -125,7 +179,7 @@ class NearTie(PlainMoe):
     """Scores that tie up to 1e-6, and lean to another expert for whole batches than for halves."""
 
     def experts(self, layer: int, h: Tensor) -> Tensor:
-        lean = (h.shape[0] - 4.5) * 1e-6
+        lean = torch.ops.differential.lean(h)
         scores = F.pad(h[:, :1] * 0 + lean, (0, 1)) + 0.5
         weights, ids = scores.topk(1, -1)
         got, ids, weights = OPS.dispatch(h, ids, weights, self.group)
@@ -180,7 +234,7 @@ def test_top_k_ids_are_joined_where_the_split_dim_moved() -> None:
     assert str(compiled.checked).endswith(" 0 near-tie top-k ids replayed")
 
 
-def test_a_wrong_unflattening_is_caught() -> None:
+def test_a_wrong_unflattening_is_refused() -> None:
     """[B, T] leaves as [2, B * T]: the shape alone cannot say whether B or T is outside."""
 
     class Turned(PlainMoe):
@@ -191,7 +245,7 @@ def test_a_wrong_unflattening_is_caught() -> None:
     with one_rank():
         x = torch.randn(3, 6, H, generator=torch.Generator().manual_seed(3))
         trace = traced(Turned(), (x,), dim=1)
-        with pytest.raises(SoundnessError, match="changes results: output 0 differs"):
+        with pytest.raises(SoundnessError, match="rows of one microbatch in several places"):
             compiled_of(trace)(*trace.args())
 
 

@@ -329,7 +329,14 @@ def test_the_report_counts_what_was_found() -> None:
     assert text.endswith("; 0 shared by the microbatches")
 
 
+def by_keyword(x: Tensor) -> Tensor:
+    ids = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+    rows, _, _ = torch.ops.dbo_fx.dispatch(x, ids, x[:, :1], group=GROUP)
+    return torch.ops.dbo_fx.combine(rows.exp(), num_tokens=x.shape[0], group=GROUP)
+
+
 def test_groups_of_a_dynamo_graph() -> None:
+    assert communicating_groups(captured(by_keyword, hidden(B, H)).dynamo.graph) == {GROUP}
     assert communicating_groups(captured(layer, hidden()).dynamo.graph) == {GROUP}
     assert communicating_groups(captured(gathered, marked(B, H), mark=None).dynamo.graph) == {GROUP}
     assert communicating_groups(captured(torch.sin, hidden()).dynamo.graph) == set()

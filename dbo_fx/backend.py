@@ -72,6 +72,7 @@ def dbo_fx(
     if mode not in (None, "default"):
         raise OptionError(f"mode={mode!r} belongs to Inductor. Leave it out with backend='dbo_fx'.")
     opts = Options.parse(options)
+    _check_inner(opts.inner_backend)
     _report_break(gm)
     groups = communicating_groups(gm.graph)
     if not groups:
@@ -86,18 +87,21 @@ def dbo_fx(
         for group in sorted(groups):
             compare_over_store(group, "program digest", "fallback", opts.agree_timeout_s)
         return _inner(gm, example_inputs, opts)
+    if opts.dump_dir is not None:  # Before the others are told: a full disk must not stop them.
+        _dump(compiled, opts.dump_dir)
     digest = graph_digest(compiled)
     compare_over_store(compiled.group, "program digest", digest, opts.agree_timeout_s)
-    if opts.dump_dir is not None:
-        compiled.dump(_dump_folder(opts.dump_dir, compiled.group))
     return compiled
 
 
-def _dump_folder(base: str | os.PathLike[str], group: str) -> Path:
-    """A folder of its own for every rank and every compilation of this process."""
-    count = _DUMPS[str(base)]
+def _dump(compiled: CompiledProgram, base: str | os.PathLike[str]) -> None:
+    """Write into a folder of its own for every rank and every compilation of this process."""
+    folder = Path(base) / f"rank{rank(compiled.group)}" / str(_DUMPS[str(base)])
     _DUMPS[str(base)] += 1
-    return Path(base) / f"rank{rank(group)}" / str(count)
+    try:
+        compiled.dump(folder)
+    except OSError as error:
+        raise OptionError(f"option dump_dir={str(base)!r} cannot be written: {error}") from error
 
 
 def compile_captured(captured: CapturedGraph, options: Options) -> CompiledProgram:
@@ -150,22 +154,26 @@ def compile_graph(
 
 
 def graph_digest(compiled: CompiledProgram) -> str:
-    """A short hash of program and graphs, equal on all ranks that compiled the same thing."""
-    parts = [str(compiled.program), structure(compiled.module.graph)]
+    """A short hash of program, graphs and first-call tests, which communicate too."""
+    checks = f"verify {compiled.options.verify}, {len(compiled.obligations)} to test"
+    parts = [str(compiled.program), checks, structure(compiled.module.graph)]
     for name, child in compiled.module.named_children():
         if isinstance(child, GraphModule):
             parts.append(f"{name} {structure(child.graph)}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    try:
-        backend = torch._dynamo.lookup_backend(options.inner_backend)
-    except Exception as error:
+def _check_inner(name: str) -> None:
+    known = torch._dynamo.list_backends(exclude_tags=None)
+    if name not in known:
         raise OptionError(
-            f"option inner_backend={options.inner_backend!r}: torch.compile knows no such backend. "
-            f"Known: {', '.join(torch._dynamo.list_backends())}."
-        ) from error
+            f"option inner_backend={name!r}: torch.compile knows no such backend. Known: "
+            f"{', '.join(known)}."
+        )
+
+
+def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    backend = torch._dynamo.lookup_backend(options.inner_backend)
     inner: Callable[..., Any] = backend(gm, list(example_inputs))
     return inner
 

@@ -7,7 +7,7 @@ import sys
 from typing import Annotated
 
 from dbo_fx import show as showing
-from dbo_fx.errors import DboError, ScheduleError
+from dbo_fx.errors import DboError, OptionError, ScheduleError
 from dbo_fx.ir import Program, parse, unroll
 from dbo_fx.schedules import read
 
@@ -46,6 +46,41 @@ def show(
     except ScheduleError as error:
         typer.echo(f"dbo-fx show: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:CALLABLE", help="Takes nothing, returns (model, args[, kwargs])."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="Size of the pretended process group.", min=1)] = 2,
+    dim: Annotated[int, typer.Option(help="Dim of the tensor arguments to split.", min=0)] = 0,
+    schedule: Annotated[str, typer.Option(help="Schedule.")] = "mlp_shared_overlap",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is split how in a model, what runs where, and what was proven; runs nothing.
+
+    Example: dbo-fx explain my_models:build_decoder
+    """
+    # Like the demo, this needs torch.
+    from dataclasses import asdict
+
+    from dbo_fx import explain as explaining
+    from dbo_fx.options import Options
+
+    try:
+        options = Options(schedule=schedule)
+        found = explaining.explain(target, ranks=ranks, dim=dim, options=options)
+    except (OptionError, ScheduleError) as error:
+        typer.echo(f"dbo-fx explain: {error}", err=True)
+        raise typer.Exit(2) from error
+    except DboError as error:
+        typer.echo(f"dbo-fx explain: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(_json(asdict(found)) if as_json else f"{found}\n", nl=False)
 
 
 @app.command()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +20,11 @@ from dbo_fx.capture import CapturedGraph
 from dbo_fx.comm.ops import abandon_in_flight
 from dbo_fx.communication import Communication
 from dbo_fx.differential import Differential, has_values
-from dbo_fx.errors import AgreementError, SoundnessError
-from dbo_fx.fake_rerun import FakeRerun
+from dbo_fx.errors import AgreementError, CommunicationError, SoundnessError
+from dbo_fx.guards import CallGuards, written_inputs
 from dbo_fx.options import Options
 from dbo_fx.passes.sharding import Obligation
-from dbo_fx.passes.soundness import refuse_obligations, sizes_refused
+from dbo_fx.passes.soundness import refuse_obligations
 from dbo_fx.pipeline import Report, State
 from dbo_fx.row_dependence import RowDependence
 from dbo_fx.runtime import Runtime
@@ -98,9 +98,8 @@ class CompiledProgram:
         self.tested: str | None = None
         self._refused: str | None = None
         self._state = state
-        self._allowed_totals: set[int] = set()
-        self._allowed_sizes: set[int] = set()
-        self._shapes = FakeRerun(state.captured)
+        self._guards = CallGuards(state)
+        self._running = threading.Lock()
         self._differential = Differential(state) if options.verify == "numeric" else None
         tests = bool(state.obligations) and state.microbatches > 1
         self._row_test = RowDependence(state) if tests else None
@@ -109,6 +108,12 @@ class CompiledProgram:
     def obligations(self) -> tuple[Obligation, ...]:
         """What the soundness pass left to the row-dependence test."""
         return self._state.obligations
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Names of the inputs that the program writes in place: caches, counters."""
+        inputs = self.captured.placeholders
+        return tuple(inputs[i].name for i in written_inputs(self._state))
 
     @property
     def group(self) -> str:
@@ -144,17 +149,27 @@ class CompiledProgram:
         """
         if self._refused is not None:
             raise SoundnessError(self._refused)
-        self.check_size(args)
+        self._guards.check(args)
+        if not self._running.acquire(blocking=False):
+            raise CommunicationError(
+                "this program is running in another thread: its communications would mix. Give "
+                "every thread a compiled model and a process group of its own."
+            )
         try:
-            if self._row_test is not None:
-                self._test_rows(self._row_test, args)
-            if self._differential is not None and has_values(args):
-                return self._first_call(self._differential, args)
-            return self.module(*args)
+            return self._run(args)
         except BaseException:
             self.runtime.abandon()
             abandon_in_flight()
             raise
+        finally:
+            self._running.release()
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
+        if self._row_test is not None:
+            self._test_rows(self._row_test, args)
+        if self._differential is not None and has_values(args):
+            return self._first_call(self._differential, args)
+        return self.module(*args)
 
     def _first_call(self, differential: Differential, args: tuple[Any, ...]) -> Any:
         result, verdict = differential.run(self.module, args)
@@ -190,27 +205,6 @@ class CompiledProgram:
                 raise
         if error is not None:
             raise SoundnessError(error)
-
-    def check_size(self, args: tuple[Any, ...]) -> None:
-        """Refuse a batch whose microbatches break a guard or a range; each size is checked once.
-
-        Raises:
-            SoundnessError: says which microbatch and which assumption.
-        """
-        token = self.captured.token_inputs[0]
-        total = int(args[token.index].shape[token.dim])
-        if total in self._allowed_totals:
-            return
-        count = self.program.microbatches
-        bounds = [total * i // count for i in range(count + 1)]
-        sizes = [high - low for low, high in pairwise(bounds)]
-        refused = sizes_refused(self.captured.rules, sizes)
-        for size in sorted(set(sizes) - self._allowed_sizes) if count > 1 else ():
-            refused = refused or self._shapes.refused(args, size)
-        if refused is not None:
-            raise SoundnessError(f"a batch of {total} rows cannot be split: {refused}")
-        self._allowed_totals.add(total)
-        self._allowed_sizes.update(sizes)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.

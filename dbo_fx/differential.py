@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
+from dbo_fx.guards import written_inputs
 from dbo_fx.layouts import Split
 from dbo_fx.passes.sharding import finding_of
 from dbo_fx.pipeline import State
@@ -61,10 +62,7 @@ class Differential:
     def __init__(self, state: State) -> None:
         """Remember which inputs are written and which nodes choose experts."""
         self.captured = state.captured
-        mutated = state.effects.mutated_live_in()
-        keys = {n.name: a.results for n, a in state.effects.access.items() if n.op == "placeholder"}
-        inputs = state.captured.placeholders
-        self.written = [i for i, n in enumerate(inputs) if keys[n.name] & mutated]
+        self.written = written_inputs(state)
         self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
 
     def can_run(self, args: tuple[Any, ...]) -> bool:

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from dbo_fx.backend import compile_captured
-from dbo_fx.capture import trace, where
+from dbo_fx.capture import CapturedGraph, trace, value_of, where
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.errors import OptionError
 from dbo_fx.options import Options
 from dbo_fx.passes.sharding import finding_of
+from dbo_fx.split import SplitSpec
 
 TARGET = "module:callable"
 
@@ -101,18 +102,45 @@ def explanation(compiled: CompiledProgram) -> Explanation:
     nodes = [n for n in compiled.captured.graph.nodes if n.op == "call_function"]
     findings = [(n, f) for n in nodes if (f := finding_of(n)) is not None]
     plain = ("independent", "replicated")
-    spec = compiled.split_spec.as_mapping()
-    inputs = {name: str(kind) for name, kind in spec.items() if name not in compiled.weights}
+    weights = weight_names(compiled.captured)
+    kinds = inferred_spec(compiled.captured, compiled.written).as_mapping()
+    inputs = {name: str(kind) for name, kind in kinds.items() if name not in weights}
     return Explanation(
         captured=str(compiled.captured),
         inputs=inputs,
-        weights=len(compiled.weights),
+        weights=len(weights),
         verdicts=dict(Counter(f.verdict for _, f in findings).most_common()),
         notable=[(where(n), f.verdict, f.reason) for n, f in findings if f.verdict not in plain],
         summary=str(compiled.summary),
         certificate=str(compiled.certificate),
         passes=[str(report) for report in compiled.reports],
     )
+
+
+def weight_names(captured: CapturedGraph) -> set[str]:
+    """Inputs that are parameters of the model."""
+    return {n.name for n in captured.placeholders if "_parameters_" in n.name}
+
+
+def inferred_spec(captured: CapturedGraph, written: Sequence[str]) -> SplitSpec:
+    """How every tensor input is split, from the marks and from what the graph does with it.
+
+    Args:
+        captured: The captured graph.
+        written: Names of the inputs that the program writes in place.
+
+    Returns:
+        `token:D` for inputs with the split size, `static` for weights and written inputs,
+        `replicated` for the rest.
+    """
+    tokens = {t.name: f"token:{t.dim}" for t in captured.token_inputs}
+    static = weight_names(captured) | set(written)
+    kinds = {}
+    for node in captured.placeholders:
+        if isinstance(value_of(node), torch.Tensor):
+            kind = "static" if node.name in static else "replicated"
+            kinds[node.name] = tokens.get(node.name, kind)
+    return SplitSpec.parse(kinds)
 
 
 @contextmanager

@@ -70,7 +70,9 @@ class Options:
         timeout = self.agree_timeout_s
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if not number or not 0 < timeout < LONGEST_S:
-            raise _bad("agree_timeout_s", timeout, f"a positive number of seconds below {LONGEST_S}")
+            raise _bad(
+                "agree_timeout_s", timeout, f"a positive number of seconds below {LONGEST_S}"
+            )
         own = self.resolved_schedule().num_microbatches
         if own is not None and self.num_microbatches not in (None, own):
             raise OptionError(

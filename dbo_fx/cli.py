@@ -57,7 +57,9 @@ def explain(
         ),
     ],
     ranks: Annotated[int, typer.Option(help="Size of the pretended process group.", min=1)] = 2,
-    dim: Annotated[int, typer.Option(help="Dim of the tensor arguments to split.", min=0)] = 0,
+    dim: Annotated[
+        int, typer.Option(help="Dim of the tensor arguments to split; -1: marked already.", min=-1)
+    ] = 0,
     schedule: Annotated[str, typer.Option(help="Schedule.")] = "mlp_shared_overlap",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -73,7 +75,9 @@ def explain(
 
     try:
         options = Options(schedule=schedule)
-        found = explaining.explain(target, ranks=ranks, dim=dim, options=options)
+        found = explaining.explain(
+            target, ranks=ranks, dim=None if dim < 0 else dim, options=options
+        )
     except (OptionError, ScheduleError) as error:
         typer.echo(f"dbo-fx explain: {error}", err=True)
         raise typer.Exit(2) from error

@@ -76,7 +76,7 @@ class Explanation:
 
 
 def explain(
-    target: str, *, ranks: int = 2, dim: int = 0, options: Options | None = None
+    target: str, *, ranks: int = 2, dim: int | None = 0, options: Options | None = None
 ) -> Explanation:
     """Load a model, compile it for pretended ranks and say what was found.
 
@@ -84,7 +84,7 @@ def explain(
         target: `module:callable`. The callable takes nothing and returns `(model, args)` or
             `(model, args, kwargs)`; it is called when the process group exists.
         ranks: Size of the pretended process group.
-        dim: Dim of the tensor arguments that is split.
+        dim: Dim of the tensor arguments that is split; None where the callable marks it.
         options: How to split and schedule.
 
     Raises:

@@ -176,6 +176,53 @@ def test_sequence_split_with_static_cache_writes_the_same_slots(ranks: Any) -> N
         assert all(result.values()), result
 
 
+def decode(rank: int) -> dict[str, Any]:
+    """One token per sequence and step, sequences split along B, each with rows of its own cache."""
+    from transformers import StaticCache
+
+    torch._dynamo.reset()
+    net = model("deepseek_v3").inner
+
+    def ids(tokens: int, seed: int) -> torch.Tensor:
+        return torch.randint(0, 256, (6, tokens), generator=torch.Generator().manual_seed(seed))
+
+    def filled() -> StaticCache:
+        cache = StaticCache(config=net.config, max_cache_len=16)
+        net(input_ids=ids(5, rank), past_key_values=cache, use_cache=True)
+        return cache
+
+    def step(function: Any, cache: StaticCache, tokens: torch.Tensor) -> torch.Tensor:
+        return function(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+
+    compiled = torch.compile(net, backend="dbo_fx", fullgraph=True)
+    before = len(dbo_fx.compilations())
+    with torch.no_grad():
+        whole, split = filled(), filled()
+        for layer in split.layers:
+            torch._dynamo.mark_dynamic(layer.keys, 0)
+            torch._dynamo.mark_dynamic(layer.values, 0)
+        close = []
+        for seed in range(10, 14):
+            tokens = ids(1, seed + rank)
+            wanted = step(net, whole, tokens.clone())
+            torch._dynamo.mark_dynamic(tokens, 0)
+            close.append(torch.allclose(step(compiled, split, tokens), wanted, atol=1e-4))
+    layers = list(zip(whole.layers, split.layers, strict=True))
+    return {
+        "close": close,
+        "counters": all(torch.equal(a.cumulative_length, b.cumulative_length) for a, b in layers),
+        "slots": all(torch.equal(a.keys != 0, b.keys != 0) for a, b in layers),
+        "compilations": len(dbo_fx.compilations()) - before,
+    }
+
+
+def test_decode_along_the_batch_with_a_static_cache(ranks: Any) -> None:
+    """Counters that no token reaches advance once per step, not once per microbatch."""
+    for result in ranks(decode, timeout_s=300):
+        wanted = {"close": [True] * 4, "counters": True, "slots": True, "compilations": 1}
+        assert result == wanted
+
+
 def no_cache(rank: int) -> str:
     """Without a cache the later half cannot see the earlier one."""
     torch._dynamo.reset()

@@ -7,6 +7,10 @@ PYTHON ?= python3
 TORCH ?= pinned
 TORCH_VERSION := 2.13.0
 
+# Two test processes, each with its own pair of ranks; a file's tests stay together.
+PARALLEL := -n 2 --dist loadfile
+export OMP_NUM_THREADS ?= 1
+
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -48,10 +52,10 @@ demo: $(DEMO_READY)
 	$(VENV)/bin/dbo-fx demo
 
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest $(PARALLEL)
 
 test-all: $(DEV_READY)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest $(PARALLEL) -m slow
 	@if [ -f benchmarks/limits.py ]; then \
 	  echo '$(PY) benchmarks/limits.py'; $(PY) benchmarks/limits.py; \
 	fi

@@ -27,6 +27,7 @@ from dbo_fx.symbols import (
     expression,
     fake_mode_of,
     free_symbols,
+    hint_of,
     make_fx,
     preserve_node_meta,
     size_rules,
@@ -277,6 +278,8 @@ def _choose_symbol(placeholders: Sequence[Node], split_dim: int | None) -> sympy
     candidates = marked or set(found)
     if len(candidates) == 1:
         return next(iter(candidates))
+    if marked and _unified(placeholders, marked):
+        return _choose_symbol(placeholders, split_dim)
     if not found:
         at = "" if split_dim is None else f" at dim {split_dim}"
         hint = MARK_HINT.replace("(x, 0)", f"(x, {split_dim or 0})")
@@ -286,6 +289,22 @@ def _choose_symbol(placeholders: Sequence[Node], split_dim: int | None) -> sympy
     raise UnsupportedGraphError(
         f"several sizes are symbolic and it is not clear which one to split: {listed}. {how}."
     )
+
+
+def _unified(placeholders: Sequence[Node], marked: set[sympy.Symbol]) -> bool:
+    """Make marked sizes that are equal one symbol, with a guard that they stay equal.
+
+    Dynamo gives every marked dim a symbol of its own until an op needs two of them to be equal.
+    """
+    sizes: dict[sympy.Symbol, torch.SymInt] = {}
+    for node in placeholders:
+        for dim in _marked_dims(node):
+            size = value_of(node).shape[dim]
+            if isinstance(size, torch.SymInt) and expression(size) in marked:
+                sizes[expression(size)] = size
+    first, *others = sizes.values()
+    same = all(hint_of(other) == hint_of(first) for other in others)
+    return same and bool(others) and all(bool(first == other) for other in others)
 
 
 def _to_aten(

@@ -26,6 +26,7 @@ __all__ = [
     "expression",
     "fake_mode_of",
     "free_symbols",
+    "hint_of",
     "make_fx",
     "preserve_node_meta",
     "same_storage_key",
@@ -74,6 +75,12 @@ def are_equal_parts(part: int | torch.SymInt, count: int, whole: int | torch.Sym
     zero = [e.lhs for e in assumed if e.rhs == 0 and type(e.lhs).__name__ in ("Mod", "PythonMod")]
     exact = any(mod.args == (base, divisor) for mod in zero)
     return bool(exact and base * count == all_of_it * divisor)
+
+
+def hint_of(size: torch.SymInt) -> int | None:
+    """The value that a symbolic size had when it was traced."""
+    hint = size.node.hint
+    return None if hint is None else int(hint)
 
 
 def symint(expr: sympy.Expr, like: torch.SymInt) -> torch.SymInt | int:

@@ -257,3 +257,25 @@ def test_an_error_of_the_model_comes_through() -> None:
 
     with pytest.raises(Exception, match="the model's own"):
         trace(model, (hidden(T, H),), mark=0)
+
+
+def test_marked_inputs_of_one_size_are_one_symbol() -> None:
+    """No op needs them to be equal, so Dynamo would keep them apart."""
+
+    def model(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        cache.index_put_((slots,), x.new_ones(1, H))
+        return x * 2
+
+    x, slots = hidden(T, H), torch.arange(T)
+    for tensor in (x, slots):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    graph = trace(model, (x, slots, torch.zeros(16, H)))
+    assert {(t.name, t.dim) for t in graph.token_inputs} == {("l_x_", 0), ("l_slots_", 0)}
+
+
+def test_marked_inputs_of_two_sizes_are_refused() -> None:
+    x, y = hidden(T, H), hidden(T + 1, H)
+    for tensor in (x, y):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    with pytest.raises(UnsupportedGraphError, match="several sizes are symbolic"):
+        trace(lambda x, y: (x * 2, y * 2), (x, y))

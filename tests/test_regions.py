@@ -431,7 +431,9 @@ def test_plain_models(name: str, golden: Golden) -> None:
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "Mixtral"])
 def test_models_of_transformers(family: str, golden: Golden) -> None:
-    pytest.importorskip("transformers")
+    version = pytest.importorskip("transformers").__version__
+    if not version.startswith("5.19."):
+        pytest.skip(f"the golden holds the ops of transformers 5.19, this is {version}")
     state, _ = Regions().apply(hugging_face(family, num_hidden_layers=3))
     golden(f"phases_{family.lower()}.txt", table(state))
 

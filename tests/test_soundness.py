@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dbo_fx.capture import value_of
 from dbo_fx.errors import SoundnessError
@@ -18,7 +21,7 @@ from dbo_fx.passes.soundness import Soundness, sizes_refused, token_dependent
 from dbo_fx.pipeline import State
 from dbo_fx.row_dependence import RowDependence
 from graphs import B, H, S, captured, find, hidden, layer, run
-from small_moe import Appends, CachedMoe, arguments, rows, run_passes, traced
+from small_moe import Appends, CachedMoe, arguments, one_rank, rows, run_passes, traced
 from small_moe import H as H8
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -226,6 +229,15 @@ def test_shapes_are_computed_again_for_distinct_calls_only() -> None:
 # The row-dependence test.
 
 
+@pytest.fixture
+def real_group(fake_group: str) -> Iterator[None]:
+    """A group whose collectives really move rows, instead of the pretended one."""
+    dist.destroy_process_group()
+    with one_rank():
+        yield
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+
 def row_test(model: Any, count: int, *args: Any) -> tuple[RowDependence, list[Any]]:
     """The test of a compiled model, and its real inputs."""
     trace = traced(model, args)
@@ -237,6 +249,7 @@ class Masked(CachedMoe):
     """The cache of `CachedMoe`; a subclass, so that its trace is this test's own."""
 
 
+@pytest.mark.usefixtures("real_group")
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_masked_cache_passes_and_its_inputs_stay(count: int) -> None:
     model = Masked(2)
@@ -247,6 +260,7 @@ def test_a_masked_cache_passes_and_its_inputs_stay(count: int) -> None:
     torch.testing.assert_close(args, before, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("real_group")
 def test_a_cache_that_is_read_whole_is_named_with_the_node() -> None:
     model = Appends()
     test, args = row_test(model, 2, rows(), torch.zeros(16, H8))

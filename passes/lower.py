@@ -83,6 +83,7 @@ class _Lowering:
         self.by_structure: dict[str, str] = {}
         self.call_of: dict[Node, Node] = {}
         self.names = Counter[str]()
+        self.facts: dict[int, str] = {}
 
     def replace_run(self, run: list[Node]) -> None:
         graph, inside = self.state.graph, set(run)
@@ -129,7 +130,7 @@ class _Lowering:
         return name if self.names[name] == 1 else f"{name}_{self.names[name] - 1}"
 
     def _intern(self, body: Graph) -> str:
-        key = structure(body)
+        key = structure(body, self.facts)
         if key not in self.by_structure:
             name = f"segment_{len(self.segments)}"
             self.by_structure[key] = name
@@ -158,18 +159,26 @@ def _segment_graph(run: list[Node], inputs: list[Node], outputs: list[Node]) -> 
     return graph
 
 
-def structure(graph: Graph) -> str:
+def structure(graph: Graph, facts: dict[int, str] | None = None) -> str:
     """A hash of ops, argument positions and tensor facts.
 
     Equal on all ranks: names, addresses and device indices play no part.
+
+    Args:
+        graph: The graph.
+        facts: Texts of values by `id`, kept over graphs that share values (microbatches do).
     """
+    known = {} if facts is None else facts
     index = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
         target = "" if node.op in ("placeholder", "output") else qualified_name(node.target)
         args = () if node.op == "placeholder" else (node.args, node.kwargs)
         text = map_aggregate(args, lambda a: index[a] if isinstance(a, Node) else _fact(a))
-        lines.append(f"{node.op} {target} {text} {[_fact(v) for v in tree_leaves(value_of(node))]}")
+        value = value_of(node)
+        if id(value) not in known or not isinstance(value, torch.Tensor):
+            known[id(value)] = str([_fact(v) for v in tree_leaves(value)])
+        lines.append(f"{node.op} {target} {text} {known[id(value)]}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -10,22 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dbo_fx.backend import compilations, compile_graph
+    from dbo_fx.batch_metadata import MetadataBuilder
     from dbo_fx.capture import CapturedGraph, trace
     from dbo_fx.compiled import CompiledProgram
+    from dbo_fx.decision import AgreementPolicy, BatchKind
     from dbo_fx.errors import DboError
+    from dbo_fx.features import EngineFeatures
     from dbo_fx.ir import Program, Schedule
     from dbo_fx.options import Options
     from dbo_fx.rules import elementwise, register_rule, replicated, row_wise
+    from dbo_fx.split import SplitSpec
     from dbo_fx.wrap import wrap
 
 __version__ = "0.1.0"
 __all__ = [
+    "AgreementPolicy",
+    "BatchKind",
     "CapturedGraph",
     "CompiledProgram",
     "DboError",
+    "EngineFeatures",
+    "MetadataBuilder",
     "Options",
     "Program",
     "Schedule",
+    "SplitSpec",
     "compilations",
     "compile_graph",
     "elementwise",
@@ -37,18 +46,23 @@ __all__ = [
 ]
 
 _HOME = {
+    "AgreementPolicy": "decision",
+    "BatchKind": "decision",
     "CapturedGraph": "capture",
     "CompiledProgram": "compiled",
     "DboError": "errors",
+    "EngineFeatures": "features",
+    "MetadataBuilder": "batch_metadata",
     "Options": "options",
     "Program": "ir",
     "Schedule": "ir",
+    "SplitSpec": "split",
+    "compilations": "backend",
+    "compile_graph": "backend",
     "elementwise": "rules",
     "register_rule": "rules",
     "replicated": "rules",
     "row_wise": "rules",
-    "compilations": "backend",
-    "compile_graph": "backend",
     "trace": "capture",
     "wrap": "wrap",
 }

@@ -74,8 +74,7 @@ def compare_over_store(
     ranks, mine = groups.world_size(group_name), groups.rank(group_name)
     if ranks == 1 or groups.is_fake(group_name):
         return
-    # The counter lives in the store, so it starts anew with the process group that owns it.
-    step = groups.store(group_name).add(f"dbo_fx/{what}/steps of {mine}", 1)
+    step = _next_step(group_name, what)
     values = tell(group_name, f"dbo_fx/{what}/{step}", value, timeout_s)
     missing = [rank for rank in range(ranks) if rank not in values]
     if missing:
@@ -90,6 +89,28 @@ def compare_over_store(
             f"{what}, comparison {step} in group {group_name!r}: rank {mine} has {value!r}, but "
             f"{told}. {advice.different}"
         )
+
+
+def announce_over_store(group_name: str, what: str, value: str) -> None:
+    """Bring a value to the next comparison without waiting for it: this rank is about to raise.
+
+    The other ranks then stop at once and say what this one said, instead of waiting for it.
+
+    Args:
+        group_name: Name of the process group.
+        what: What the others compare.
+        value: What they are to read.
+    """
+    if groups.world_size(group_name) == 1 or groups.is_fake(group_name):
+        return
+    step = _next_step(group_name, what)
+    groups.store(group_name).set(f"dbo_fx/{what}/{step}/{groups.rank(group_name)}", value)
+
+
+def _next_step(group_name: str, what: str) -> int:
+    """Count this rank's comparisons; in the store, so that a new process group starts anew."""
+    mine = groups.rank(group_name)
+    return int(groups.store(group_name).add(f"dbo_fx/{what}/steps of {mine}", 1))
 
 
 def agree_batch(

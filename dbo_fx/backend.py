@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from dbo_fx.agree import compare_over_store
+from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm.groups import rank
 from dbo_fx.comm.protocol import contract
@@ -82,6 +82,8 @@ def dbo_fx(
         compiled = compile_captured(from_dynamo(gm, opts.split_dim), opts)
     except (UnsupportedGraphError, SoundnessError, ScheduleError) as error:
         if opts.on_unsupported == "raise":
+            for group in sorted(groups):
+                announce_over_store(group, "program digest", f"refused: {error}".splitlines()[0])
             raise
         _tell_once(f"dbo_fx does not split this graph, {opts.inner_backend} takes it: {error}")
         for group in sorted(groups):

@@ -367,6 +367,27 @@ def test_ranks_with_different_programs_are_stopped(ranks: RankPool) -> None:
         assert f"but rank {1 - rank} has " in message
 
 
+def one_refuses(rank: int) -> str:
+    """Rank 0's model draws random numbers; rank 1 must not wait for it until the timeout."""
+    torch._dynamo.reset()
+    model = PlainMoe()
+    noisy = (lambda x: model(x + torch.rand_like(x))) if rank == 0 else model
+    compiled = torch.compile(
+        noisy, backend="dbo_fx", fullgraph=True, options={"agree_timeout_s": 600.0}
+    )
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        compiled(marked())
+    return f"{type(caught.value.inner_exception).__name__}: {caught.value.inner_exception}"
+
+
+def test_a_rank_that_refuses_does_not_keep_the_others_waiting(ranks: RankPool) -> None:
+    own, other = ranks(one_refuses, timeout_s=60)
+    assert own.startswith("SoundnessError: ")
+    assert "draws random numbers" in own
+    assert other.startswith("AgreementError: ")
+    assert "but rank 0 has 'refused: rand_like" in other
+
+
 def split_on_two_ranks(rank: int) -> bool:
     """The whole path with a real peer."""
     torch._dynamo.reset()

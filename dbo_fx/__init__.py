@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dbo_fx.options import Options
     from dbo_fx.rules import elementwise, register_rule, replicated, row_wise
     from dbo_fx.split import SplitSpec
-    from dbo_fx.wrap import wrap
+    from dbo_fx.wrapping import wrap
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,7 +64,7 @@ _HOME = {
     "replicated": "rules",
     "row_wise": "rules",
     "trace": "capture",
-    "wrap": "wrap",
+    "wrap": "wrapping",
 }
 
 

@@ -7,6 +7,7 @@ who left none is missing.
 
 from __future__ import annotations
 
+import atexit
 import re
 from array import array
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class _Channel:
 
 
 _CHANNELS: dict[str, _Channel] = {}
+# A gloo group that outlives the interpreter aborts the process: its threads are still running.
+atexit.register(_CHANNELS.clear)
 
 
 def exchange(name: str, vote: Vote, fingerprint: int, timeout_s: float) -> tuple[list[Vote], bool]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import dbo_fx
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("dbo_fx", "passes")
 
@@ -130,3 +132,9 @@ def test_installed_wheel_runs(built: Path, tmp_path: Path):
     where, names = run_python(code, python_path=tmp_path).splitlines()
     assert Path(where).is_relative_to(tmp_path)
     assert {"sequential", "mlp_shared_overlap"} <= set(names.split())
+
+
+def test_no_public_name_is_hidden_by_a_module_of_that_name() -> None:
+    """Importing `dbo_fx.x` would put the module in the place of the function."""
+    modules = {path.stem for path in (ROOT / "dbo_fx").iterdir()}
+    assert not modules & set(dbo_fx.__all__)

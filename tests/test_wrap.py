@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dbo_fx.comm import groups
 from dbo_fx.decision import AgreementPolicy, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
-from dbo_fx.wrap import WrappedModel, WrapStatistics, original_of, wrap
+from dbo_fx.wrapping import WrappedModel, WrapStatistics, original_of, wrap
 from rank_pool import RankPool
 
 H = 4

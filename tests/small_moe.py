@@ -214,7 +214,7 @@ def _traced_once(kind: type[PlainMoe], layers: int, ranks: int) -> Traced:
 
 
 def traced_model(kind: type[PlainMoe] = PlainMoe, layers: int = 1, ranks: int = 2) -> Traced:
-    """The captured model, traced once in a session."""
+    """The captured model, traced once in a test run."""
     return _traced_once(kind, layers, ranks)
 
 

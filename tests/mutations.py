@@ -131,9 +131,9 @@ def random_numbers_are_allowed(patch: pytest.MonkeyPatch) -> None:
 
 @mutation("soundness", "test_backend.py::test_a_batch_that_is_too_small_is_refused")
 def ranges_are_not_evaluated_again(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx import compiled
+    from dbo_fx import guards
 
-    patch.setattr(compiled, "sizes_refused", nothing)
+    patch.setattr(guards, "sizes_refused", nothing)
 
 
 @mutation("soundness", "test_sharding.py::test_mixing_is_found_with_its_reason")

@@ -17,6 +17,7 @@ from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm.groups import rank
 from dbo_fx.comm.protocol import contract
+from dbo_fx.communication import communicating_groups
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.emit import Emit
 from dbo_fx.errors import OptionError, ScheduleError, SoundnessError, UnsupportedGraphError
@@ -26,7 +27,7 @@ from dbo_fx.passes.halves import Halves
 from dbo_fx.passes.lower import Lower, structure
 from dbo_fx.passes.microbatch import Microbatch
 from dbo_fx.passes.normalize import Normalize
-from dbo_fx.passes.regions import Regions, communicating_groups
+from dbo_fx.passes.regions import Regions
 from dbo_fx.passes.schedule import Order
 from dbo_fx.passes.soundness import Soundness, refuse_obligations
 from dbo_fx.passes.streams import Streams

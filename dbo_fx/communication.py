@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 import dbo_fx.comm  # noqa: F401  (registers the ops)
 from dbo_fx.capture import value_of, where
@@ -150,3 +150,19 @@ def _refuse_uneven(node: Node, ranks: int) -> None:
                 "every rank the same number of rows (a static capacity) and give the ranks a "
                 "dim of their own, x.view(ranks, -1, hidden)."
             )
+
+
+def communicating_groups(graph: Graph) -> set[str]:
+    """Names of the process groups over which a Dynamo graph communicates, in any form."""
+    found = set()
+    for node in graph.nodes:
+        target = node.target
+        name = target.__class__.__name__ if node.op == "call_function" else ""
+        if name not in ("OpOverload", "OpOverloadPacket"):
+            continue
+        qualified = str(target._qualified_op_name if name == "OpOverloadPacket" else target.name())
+        if qualified.split("::")[0] in ("_c10d_functional", "dbo_fx", "c10d"):
+            named = [node.kwargs.get(key) for key in ("group", "group_name")]
+            strings = [a for a in (*node.args, *named) if isinstance(a, str)]
+            found |= {strings[-1]} if strings else set()
+    return found

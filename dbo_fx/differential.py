@@ -65,10 +65,6 @@ class Differential:
         self.written = written_inputs(state)
         self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
 
-    def can_run(self, args: tuple[Any, ...]) -> bool:
-        """Whether there are values to compare."""
-        return has_values(args)
-
     def run(self, module: GraphModule, args: tuple[Any, ...]) -> tuple[Any, Verdict]:
         """Run both. Inputs end up as the split run left them, as they were if it is wrong.
 

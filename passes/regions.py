@@ -339,19 +339,3 @@ def _rank(tag: Tag) -> tuple[int, int]:
 
 def _is_size_assert(node: Node) -> bool:
     return node.target is torch.ops.aten._assert_scalar.default
-
-
-def communicating_groups(graph: Graph) -> set[str]:
-    """Names of the process groups over which a Dynamo graph communicates, in any form."""
-    found = set()
-    for node in graph.nodes:
-        target = node.target
-        name = target.__class__.__name__ if node.op == "call_function" else ""
-        if name not in ("OpOverload", "OpOverloadPacket"):
-            continue
-        qualified = str(target._qualified_op_name if name == "OpOverloadPacket" else target.name())
-        if qualified.split("::")[0] in ("_c10d_functional", "dbo_fx", "c10d"):
-            named = [node.kwargs.get(key) for key in ("group", "group_name")]
-            strings = [a for a in (*node.args, *named) if isinstance(a, str)]
-            found |= {strings[-1]} if strings else set()
-    return found

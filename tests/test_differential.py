@@ -13,7 +13,7 @@ import dbo_fx
 from dbo_fx.backend import compile_captured
 from dbo_fx.comm.gloo import GlooReference
 from dbo_fx.compiled import CompiledProgram
-from dbo_fx.differential import Differential
+from dbo_fx.differential import Differential, has_values
 from dbo_fx.errors import CommunicationError, SoundnessError
 from dbo_fx.options import Options
 from small_moe import (
@@ -268,15 +268,14 @@ def test_integers_must_be_equal_and_nan_equals_nan() -> None:
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_there_is_nothing_to_compare_without_values(kind: str) -> None:
     trace = traced_model(PlainMoe, 1, ranks=1)
-    differential = Differential(run_passes(trace.fresh(), "emit"))
     real = tuple(trace.args())
-    assert differential.can_run(real)
+    assert has_values(real)
     if kind == "meta":
         empty = tuple(a.to("meta") if isinstance(a, Tensor) else a for a in real)
     else:
         mode = torch._subclasses.FakeTensorMode()
         empty = tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in real)
-    assert not differential.can_run(empty)
+    assert not has_values(empty)
 
 
 def test_which_inputs_are_written_is_known_by_name() -> None:

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dbo_fx.comm import groups
+from dbo_fx.communication import communicating_groups
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
 from dbo_fx.models import MoeConfig, MoeDecoder
-from dbo_fx.passes.regions import Regions, communicating_groups
+from dbo_fx.passes.regions import Regions
 from dbo_fx.tag import tag_of
 from graphs import (
     GROUP,

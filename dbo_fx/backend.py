@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm.groups import rank
-from dbo_fx.comm.protocol import contract
 from dbo_fx.communication import communicating_groups
 from dbo_fx.compiled import CompiledProgram
+from dbo_fx.contracts import contract
 from dbo_fx.emit import Emit
 from dbo_fx.errors import OptionError, ScheduleError, SoundnessError, UnsupportedGraphError
 from dbo_fx.ir import Program

@@ -1,7 +1,8 @@
 """Communication of dispatch and combine. Importing this package registers the `dbo_fx` ops."""
 
 from dbo_fx.comm.ops import InFlight, abandon_in_flight, in_flight
-from dbo_fx.comm.protocol import Contract, Transport, contract, transport_for
+from dbo_fx.comm.protocol import Transport, transport_for
+from dbo_fx.contracts import Contract, contract
 
 __all__ = [
     "Contract",

@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import collectives
-from dbo_fx.comm.protocol import Contract
-
-CONTRACT = Contract(
-    name="gloo",
-    capturable=False,
-    blocks_host=True,
-    two_halves=True,
-    max_in_flight=None,
-    recv_is="host",
-)
+from dbo_fx.contracts import GLOO, Contract
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class _Flight:
 class GlooReference:
     """Asynchronous gloo collectives with poisoned outputs."""
 
-    contract: Contract = CONTRACT
+    contract: Contract = GLOO
 
     def launch(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str

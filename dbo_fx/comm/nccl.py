@@ -15,24 +15,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dbo_fx.comm import collectives, groups
-from dbo_fx.comm.protocol import Contract
+from dbo_fx.contracts import NCCL, Contract
 from dbo_fx.errors import CommunicationError
-
-CONTRACT = Contract(
-    name="nccl",
-    capturable=True,
-    blocks_host=False,
-    two_halves=True,
-    max_in_flight=None,
-    recv_is="event",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Nccl:
     """NCCL collectives ordered on the caller's stream."""
 
-    contract: Contract = CONTRACT
+    contract: Contract = NCCL
 
     def launch(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str

@@ -1,0 +1,1 @@
+"""Certificates: what is proven about a program before it runs. `docs/certificates.md` tells how."""

@@ -1,7 +1,7 @@
 """Compile the full-size DeepSeek-V3 without its weights, and say what that costs.
 
 Meta tensors, a fake process group of 64 ranks, no GPU. Prints one JSON object: seconds for Dynamo
-and capture, seconds per pass, peak memory.
+and capture, seconds per pass, seconds and memory for each certificate, peak memory.
 
     python benchmarks/full_size.py --layers 61
 """
@@ -13,10 +13,15 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dbo_fx.passes.verify import Verify
+from dbo_fx.pipeline import State
 
 # transformers looks for torchvision, whose build may not fit torch's.
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
@@ -34,6 +39,74 @@ def build(layers: int) -> torch.nn.Module:
     return expert_parallel(model.requires_grad_(False))
 
 
+def resident_gb() -> float:
+    """Memory of this process now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**30
+
+
+def peak_gb() -> float:
+    """The most memory that this process had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def certificates(state: State, verify: Verify, ranks: int) -> dict[str, object]:
+    """Make every certificate of a lowered program by itself; seconds of each.
+
+    Args:
+        state: The state behind `lower`.
+        verify: The pass that would make them.
+        ranks: How many ranks run the program.
+    """
+    from dbo_fx.certificates.hazards import prove
+    from dbo_fx.certificates.memory import memory_certificate
+    from dbo_fx.certificates.of_graph import execution_of_graph
+    from dbo_fx.certificates.overlap import overlap_report
+    from dbo_fx.certificates.ranks import prove_ranks
+
+    before = resident_gb()
+    started = time.perf_counter()
+    execution = execution_of_graph(state, verify.contract).execution
+    seconds = {"read": time.perf_counter() - started}
+    parts: dict[str, Callable[[], object]] = {
+        "hazards": lambda: prove(execution),
+        "ranks": lambda: prove_ranks([execution], ranks=ranks),
+        "overlap": lambda: overlap_report(execution),
+        "memory": lambda: memory_certificate(state),
+    }
+    for name, make in parts.items():
+        started = time.perf_counter()
+        str(make())
+        seconds[name] = time.perf_counter() - started
+    return {
+        "operations": len(execution.operations),
+        "required": len(execution.required),
+        "per_certificate_s": {name: round(value, 2) for name, value in seconds.items()},
+        "certificates_s": round(sum(seconds.values()), 2),
+        # The process's peak may be an earlier one: then this is more than the certificates took.
+        "certificates_memory_gb": round(peak_gb() - before, 2),
+    }
+
+
+@contextmanager
+def certified(ranks: int) -> Iterator[dict[str, object]]:
+    """Beside the `verify` pass, make every certificate by itself and note what it costs."""
+    notes: dict[str, object] = {}
+    apply = Verify.apply
+
+    def noted(verify: Verify, state: State) -> tuple[State, str]:
+        started = time.perf_counter()
+        notes.update(certificates(state, verify, ranks))
+        notes["beside_s"] = time.perf_counter() - started
+        return apply(verify, state)
+
+    Verify.apply = noted  # type: ignore[method-assign]
+    try:
+        yield notes
+    finally:
+        Verify.apply = apply  # type: ignore[method-assign]
+
+
 def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
     """Trace and schedule; see the module's docstring."""
     import dbo_fx
@@ -45,8 +118,13 @@ def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
     started = time.perf_counter()
     captured = dbo_fx.trace(model, (), {"input_ids": ids, "use_cache": False}, mark=0)
     traced = time.perf_counter()
-    compiled = compile_captured(captured, dbo_fx.Options())
+    with certified(ranks) as notes:
+        compiled = compile_captured(captured, dbo_fx.Options())
     done = time.perf_counter()
+    beside = notes.pop("beside_s")
+    assert isinstance(beside, float)
+    per_pass = {r.name: r.seconds for r in compiled.reports}
+    per_pass["verify"] -= beside
     return {
         "layers": layers,
         "moe_layers": compiled.summary.layers,
@@ -56,9 +134,10 @@ def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
         "segments": compiled.summary.segments,
         "distinct_segments": compiled.summary.distinct_segments,
         "trace_s": round(traced - started, 2),
-        "passes_s": round(done - traced, 2),
-        "per_pass_s": {r.name: round(r.seconds, 2) for r in compiled.reports},
-        "peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "passes_s": round(done - traced - beside, 2),
+        "per_pass_s": {name: round(seconds, 2) for name, seconds in per_pass.items()},
+        **notes,
+        "peak_memory_gb": round(peak_gb(), 2),
     }
 
 

@@ -65,11 +65,15 @@ def full_size_figures() -> list[Figure]:
         print(json.dumps(runs[layers]), flush=True)
     full = runs[61]
     ratio = full["passes_s"] / runs[31]["passes_s"]
+    growth = full["certificates_s"] / runs[31]["certificates_s"]
     total = full["trace_s"] + full["passes_s"]
     return [
         Figure("DeepSeek-V3, 61 layers: trace and passes", total, 60, "s"),
         Figure("DeepSeek-V3, 61 layers: peak memory", full["peak_memory_gb"], 4, "GB"),
         Figure("passes, 61 layers / 31 layers", ratio, 2.3, "x", slack=1.0),
+        Figure("DeepSeek-V3, 61 layers: all certificates", full["certificates_s"], 10, "s"),
+        Figure("DeepSeek-V3, 61 layers: their memory", full["certificates_memory_gb"], 2, "GB"),
+        Figure("certificates, 61 layers / 31 layers", growth, 2.3, "x", slack=1.0),
     ]
 
 

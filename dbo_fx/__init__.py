@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dbo_fx.errors import DboError
     from dbo_fx.features import EngineFeatures
     from dbo_fx.ir import Program, Schedule
+    from dbo_fx.opaque import register_local
     from dbo_fx.options import Options
     from dbo_fx.rules import elementwise, register_rule, replicated, row_wise
     from dbo_fx.split import SplitSpec
@@ -38,6 +39,7 @@ __all__ = [
     "compilations",
     "compile_graph",
     "elementwise",
+    "register_local",
     "register_rule",
     "replicated",
     "row_wise",
@@ -60,6 +62,7 @@ _HOME = {
     "compilations": "backend",
     "compile_graph": "backend",
     "elementwise": "rules",
+    "register_local": "opaque",
     "register_rule": "rules",
     "replicated": "rules",
     "row_wise": "rules",

@@ -135,8 +135,8 @@ def agree_batch(
             gloo group beside it at its first step.
         failed: This rank cannot run the step; it takes part so that the others learn of it.
         kind: What the rows are; of no effect for a rank without rows.
-        plan: What this rank is about to run, for example the hash of its plan; must be the same on
-            every rank.
+        plan: What this rank is about to run, for example `str(compiled.plan)` of its compiled
+            program; must be the same on every rank.
         policy: Thresholds and buckets; must be the same on every rank.
 
     Returns:

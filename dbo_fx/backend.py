@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections import Counter, deque
@@ -15,16 +14,25 @@ from torch.fx import GraphModule
 
 from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
+from dbo_fx.comm import transport_for
 from dbo_fx.comm.groups import rank
 from dbo_fx.communication import communicating_groups
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.contracts import contract
 from dbo_fx.emit import Emit
-from dbo_fx.errors import OptionError, ScheduleError, SoundnessError, UnsupportedGraphError
+from dbo_fx.errors import (
+    CommunicationError,
+    DboError,
+    OptionError,
+    ScheduleError,
+    SoundnessError,
+    UnsupportedGraphError,
+)
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
 from dbo_fx.passes.halves import Halves
-from dbo_fx.passes.lower import Lower, structure
+from dbo_fx.passes.lower import Lower
+from dbo_fx.passes.memory import Memory
 from dbo_fx.passes.microbatch import Microbatch
 from dbo_fx.passes.normalize import Normalize
 from dbo_fx.passes.regions import Regions
@@ -33,6 +41,7 @@ from dbo_fx.passes.soundness import Soundness, refuse_obligations
 from dbo_fx.passes.streams import Streams
 from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import Pipeline
+from dbo_fx.plan_digest import fallback_digest
 
 log = logging.getLogger("dbo_fx")
 _COMPILATIONS: deque[CompiledProgram] = deque(maxlen=64)
@@ -81,20 +90,29 @@ def dbo_fx(
         return _inner(gm, example_inputs, opts)
     try:
         compiled = compile_captured(from_dynamo(gm, opts.split_dim), opts)
-    except (UnsupportedGraphError, SoundnessError, ScheduleError) as error:
-        if opts.on_unsupported == "raise":
+        if opts.dump_dir is not None:  # Before the others are told that all is well.
+            _dump(compiled, opts.dump_dir)
+        plan = str(compiled.plan)
+    except DboError as error:
+        may_fall_back = isinstance(error, _NOT_SPLIT) and opts.on_unsupported == "fallback"
+        if not may_fall_back:
             for group in sorted(groups):
                 announce_over_store(group, "program digest", f"refused: {error}".splitlines()[0])
             raise
         _tell_once(f"dbo_fx does not split this graph, {opts.inner_backend} takes it: {error}")
-        for group in sorted(groups):
-            compare_over_store(group, "program digest", "fallback", opts.agree_timeout_s)
+        _compare(groups, fallback_digest(gm.graph), opts)
         return _inner(gm, example_inputs, opts)
-    if opts.dump_dir is not None:  # Before the others are told: a full disk must not stop them.
-        _dump(compiled, opts.dump_dir)
-    digest = graph_digest(compiled)
-    compare_over_store(compiled.group, "program digest", digest, opts.agree_timeout_s)
+    _compare(groups, plan, opts)
     return compiled
+
+
+_NOT_SPLIT = (UnsupportedGraphError, SoundnessError, ScheduleError)
+
+
+def _compare(groups: set[str], plan: str, options: Options) -> None:
+    """Stop where another rank of a group brings another plan; groups in one order on all ranks."""
+    for group in sorted(groups):
+        compare_over_store(group, "program digest", plan, options.agree_timeout_s)
 
 
 def _dump(compiled: CompiledProgram, base: str | os.PathLike[str]) -> None:
@@ -114,19 +132,20 @@ def compile_captured(captured: CapturedGraph, options: Options) -> CompiledProgr
         DboError: whatever a pass refuses.
     """
     schedule = options.resolved_schedule()
-    transport = contract(_transport_name(captured))
+    transport = contract(_transport_name(captured, options.transport))
     pipeline = Pipeline(
         [
             Normalize(),
             Regions(),
             Soundness(),
             Microbatch(options.microbatches()),
-            Halves(),
+            Halves(transport),
             Order(schedule),
-            Streams(schedule.name, transport.name),
+            Streams(schedule.name, transport),
             Lower(),
-            Verify(transport.max_in_flight),
-            Emit(),
+            Verify(transport),
+            Memory(options.max_memory_ratio),
+            Emit(options.counts_progress),
         ]
     )
     state, reports = pipeline.run(captured)
@@ -158,12 +177,7 @@ def compile_graph(
 
 def graph_digest(compiled: CompiledProgram) -> str:
     """A short hash of program, graphs and first-call tests, which communicate too."""
-    checks = f"verify {compiled.options.verify}, {len(compiled.obligations)} to test"
-    parts = [str(compiled.program), checks, structure(compiled.module.graph)]
-    for name, child in compiled.module.named_children():
-        if isinstance(child, GraphModule):
-            parts.append(f"{name} {structure(child.graph)}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return compiled.plan.digest
 
 
 def _check_inner(name: str) -> None:
@@ -181,10 +195,13 @@ def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> 
     return inner
 
 
-def _transport_name(captured: CapturedGraph) -> str:
+def _transport_name(captured: CapturedGraph, wanted: str | None) -> str:
     token = captured.token_inputs[0]
     device = value_of(captured.placeholders[token.index]).device.type
-    return "nccl" if device == "cuda" else "gloo"
+    try:  # Other devices (meta) only compile; they stand for the CPU.
+        return transport_for(device if device == "cuda" else "cpu", wanted).contract.name
+    except CommunicationError as error:
+        raise OptionError(f"option transport={wanted!r} cannot be used: {error}") from error
 
 
 def _tell_once(text: str) -> None:

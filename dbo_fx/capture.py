@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from dbo_fx import opaque
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.symbols import (
     FakeTensorMode,
@@ -119,15 +120,17 @@ def from_dynamo(gm: GraphModule, split_dim: int | None = None) -> CapturedGraph:
 
     Raises:
         UnsupportedGraphError: a training graph, no symbolic token size, a specialised one, active
-            autocast, or data-dependent sizes.
+            autocast, data-dependent sizes, or communication inside a higher-order op.
     """
     _refuse_training(gm)
+    _refuse_hidden_communication(gm.graph)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     _refuse_specialised(placeholders)
     fake_mode = _fake_mode(placeholders)
     symbol = _choose_symbol(placeholders, split_dim)
     module = _to_aten(gm, placeholders, fake_mode)
     _strip_modes(module)
+    _refuse_lost_communication(gm.graph, module.graph)
     _refuse_data_dependent(module, symbol)
     module.graph.lint()
     module.recompile()
@@ -209,6 +212,32 @@ def _refuse_training(gm: GraphModule) -> None:
                 "dbo_fx compiles inference only: call the model under torch.no_grad() or "
                 "torch.inference_mode()."
             )
+
+
+def _refuse_hidden_communication(graph: Graph) -> None:
+    """A collective inside a branch, a loop or a checkpointed layer has no place in a schedule."""
+    for node in graph.nodes:
+        inner = opaque.hidden_communication(node) if node.op == "call_function" else None
+        if inner is not None:
+            name = opaque.op_name(inner.target)
+            declare = f', or declare it: dbo_fx.register_local("{name}")'
+            raise UnsupportedGraphError(
+                f"{where(node)} is a higher-order op that holds {name}, which communicates or may: "
+                "its place among the other communication cannot be scheduled. Call the layer "
+                "directly, with no torch.utils.checkpoint, torch.cond or nested_compile_region "
+                f"around it{'' if opaque.communicates(inner.target) else declare}."
+            )
+
+
+def _refuse_lost_communication(dynamo: Graph, graph: Graph) -> None:
+    """Every collective of Dynamo's graph must be in the captured one."""
+    before, after = (opaque.launches(g) for g in (dynamo, graph))
+    if len(after) < len(before):
+        raise UnsupportedGraphError(
+            f"Dynamo's graph launches {len(before)} collectives ({where(before[-1])} is the last), "
+            f"the captured one {len(after)}: one was computed or dropped while tracing. Let it "
+            "depend on the model's inputs."
+        )
 
 
 def _refuse_specialised(placeholders: Iterable[Node]) -> None:

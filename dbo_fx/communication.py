@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 import dbo_fx.comm  # noqa: F401  (registers the ops)
+from dbo_fx import opaque
 from dbo_fx.capture import value_of, where
 from dbo_fx.comm import groups
 from dbo_fx.errors import UnsupportedGraphError
@@ -96,9 +97,43 @@ def phases_of(launch: Node) -> tuple[Phase, ...]:
 
 def is_communication(node: Node) -> bool:
     """Whether the node communicates at all, in any form."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return is_launch(node) or node.target.namespace in ("_c10d_functional", "c10d", "symm_mem")
+    return node.op == "call_function" and opaque.communicates(node.target)
+
+
+def refuse_opaque(graph: Graph) -> None:
+    """Refuse calls of which nobody knows whether they communicate.
+
+    Raises:
+        UnsupportedGraphError: names the first such op and its place, and the lines that declare all
+            of them.
+    """
+    found: dict[str, Node] = {}
+    for node in graph.nodes:
+        name = opaque.op_name(node.target) if node.op == "call_function" else None
+        if name is not None and opaque.is_opaque(node.target):
+            found.setdefault(name, node)
+    if not found:
+        return
+    first, *others = found
+    node = found[first]
+    if argument := opaque.group_argument(node.target):
+        raise UnsupportedGraphError(
+            f"{where(node)} takes a process group (argument {argument}), so it communicates, in a "
+            "way that dbo_fx does not know: a schedule around it can deadlock. Express it by "
+            "torch.ops.dbo_fx.dispatch / combine or functional collectives, or keep it out of the "
+            f"compiled region. If it does not communicate after all, say so: {_declares(first)}."
+        )
+    more = "".join(f" Also unknown: {name}; {_declares(name)}." for name in others)
+    raise UnsupportedGraphError(
+        f"{where(node)} is an op that dbo_fx does not know. It may communicate, and a schedule "
+        f"that does not know of a communication can deadlock. If it does not, say so: "
+        f"{_declares(first)} (its rows are then tested on the first call), or "
+        f'dbo_fx.register_rule("{first}", dbo_fx.row_wise(dim=0)) if it works row by row.{more}'
+    )
+
+
+def _declares(name: str) -> str:
+    return f'dbo_fx.register_local("{name}")'
 
 
 def launch_of(node: Node) -> Launch:
@@ -153,16 +188,9 @@ def _refuse_uneven(node: Node, ranks: int) -> None:
 
 
 def communicating_groups(graph: Graph) -> set[str]:
-    """Names of the process groups over which a Dynamo graph communicates, in any form."""
-    found = set()
-    for node in graph.nodes:
-        target = node.target
-        name = target.__class__.__name__ if node.op == "call_function" else ""
-        if name not in ("OpOverload", "OpOverloadPacket"):
-            continue
-        qualified = str(target._qualified_op_name if name == "OpOverloadPacket" else target.name())
-        if qualified.split("::")[0] in ("_c10d_functional", "dbo_fx", "c10d"):
-            named = [node.kwargs.get(key) for key in ("group", "group_name")]
-            strings = [a for a in (*node.args, *named) if isinstance(a, str)]
-            found |= {strings[-1]} if strings else set()
-    return found
+    """Names of the process groups over which a Dynamo graph communicates, in any form.
+
+    Graphs inside higher-order ops count: a checkpointed layer communicates, too.
+    """
+    calls = (n for n in opaque.all_calls(graph) if opaque.communicates(n.target))
+    return {group for node in calls if (group := opaque.group_of(node)) is not None}

@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,15 +19,22 @@ from torch.fx import GraphModule, Interpreter, Node
 from dbo_fx import ir
 from dbo_fx.agree import Advice, compare_over_store
 from dbo_fx.capture import CapturedGraph
+from dbo_fx.certificates.memory import size_values
+from dbo_fx.certificates.memory_report import MemoryReport
 from dbo_fx.comm.ops import abandon_in_flight
+from dbo_fx.comm.protocol import begin_region
 from dbo_fx.communication import Communication
+from dbo_fx.contracts import contract
 from dbo_fx.differential import Differential, has_values
-from dbo_fx.errors import AgreementError, CommunicationError, SoundnessError
+from dbo_fx.errors import AgreementError, CommunicationError, OptionError, SoundnessError
 from dbo_fx.guards import CallGuards, written_inputs
+from dbo_fx.hangs import HangReports
 from dbo_fx.options import Options
 from dbo_fx.passes.sharding import Obligation
 from dbo_fx.passes.soundness import refuse_obligations
 from dbo_fx.pipeline import Report, State
+from dbo_fx.plan_digest import Plan, make_plan, note
+from dbo_fx.progress import Progress
 from dbo_fx.row_dependence import RowDependence
 from dbo_fx.runtime import Runtime
 from dbo_fx.tag import tag_of
@@ -99,10 +108,26 @@ class CompiledProgram:
         self._refused: str | None = None
         self._state = state
         self._guards = CallGuards(state)
+        self._memory_checked: set[tuple[tuple[str, int], ...]] = set()
         self._running = threading.Lock()
+        self._hangs = HangReports(self.runtime, self.program, self.group, options)
+        launches = [launch for c in state.communications for launch in c.launches]
+        self._groups = tuple(dict.fromkeys(launch.group for launch in launches))
         self._differential = Differential(state) if options.verify == "numeric" else None
         tests = bool(state.obligations) and state.microbatches > 1
         self._row_test = RowDependence(state) if tests else None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What all ranks must have in common: program, graphs, transport, tests."""
+        return make_plan(
+            self.program,
+            self.module,
+            self.captured,
+            contract(self.program.transport),
+            self.options,
+            len(self.obligations),
+        )
 
     @property
     def obligations(self) -> tuple[Obligation, ...]:
@@ -144,25 +169,36 @@ class CompiledProgram:
         """Run the program on the graph's inputs.
 
         Raises:
+            CommunicationError: another thread runs it, or the transport is not where a call starts.
+            VerificationError: a batch of this size needs more memory than `max_memory_ratio` allows.
             SoundnessError: this batch size breaks an assumption of the graph, or the split result
                 differed from the unsplit one on the first call: then now and ever after.
         """
+        note(lambda: self.plan)
         if self._refused is not None:
             raise SoundnessError(self._refused)
         self._guards.check(args)
+        self._check_memory(args)
         if not self._running.acquire(blocking=False):
             raise CommunicationError(
                 "this program is running in another thread: its communications would mix. Give "
                 "every thread a compiled model and a process group of its own."
             )
         try:
-            return self._run(args)
-        except BaseException:
-            self.runtime.abandon()
-            abandon_in_flight()
-            raise
+            begin_region(self.program.transport, self._groups)
+            return self._cleaned_up(args)
         finally:
             self._running.release()
+
+    def _cleaned_up(self, args: tuple[Any, ...]) -> Any:
+        """Run; what a failure leaves half-done is abandoned, so that the next call can begin."""
+        try:
+            with self._hangs.watch_call():
+                return self._run(args)
+        except BaseException:
+            self.runtime.abandon()
+            abandon_in_flight(*self._groups)
+            raise
 
     def _run(self, args: tuple[Any, ...]) -> Any:
         if self._row_test is not None:
@@ -205,6 +241,59 @@ class CompiledProgram:
                 raise
         if error is not None:
             raise SoundnessError(error)
+
+    def progress(self) -> Progress:
+        """Where this rank stands, now and from any thread; prints as one line.
+
+        Raises:
+            OptionError: compiled with `progress=False`, which is the default on CUDA.
+        """
+        return self._hangs.progress("asked for")
+
+    def watch(
+        self, timeout_s: float, folder: str | Path | None = None
+    ) -> AbstractContextManager[None]:
+        """Write this rank's progress if the body takes longer than `timeout_s`.
+
+        For replays of a CUDA graph that this program was captured in: `with compiled.watch(30):
+        graph.replay(); torch.cuda.synchronize()`.
+
+        Args:
+            timeout_s: Limit of the body, in seconds.
+            folder: Where `progress_rankR.json` goes; None: `dump_dir`, else the current folder.
+
+        Raises:
+            OptionError: as `progress`, on entry.
+        """
+        return self._hangs.watch(timeout_s, folder)
+
+    def memory(self, tokens: int | None = None) -> MemoryReport:
+        """Predict how much memory a call holds, and who holds it at the peak.
+
+        Args:
+            tokens: Size of the whole batch along the dim that is split; the traced one if None.
+
+        Raises:
+            OptionError: tracing knew no size, so `tokens` is needed.
+        """
+        assert self._state.memory is not None
+        if tokens is not None:
+            return self._state.memory.at(tokens)
+        if not self._state.memory.reports:
+            raise OptionError("memory(): no batch size was known while tracing; pass tokens=")
+        return self._state.memory.reports[0]
+
+    def _check_memory(self, args: tuple[Any, ...]) -> None:
+        """Refuse a size that the compile could not know of; each is looked at once."""
+        if self.options.max_memory_ratio is None:
+            return
+        assert self._state.memory is not None
+        sizes = size_values(self.captured, args)
+        tokens = sizes[self.captured.symbol]
+        key = tuple(sorted((str(s), v) for s, v in sizes.items()))
+        if key not in self._memory_checked:
+            self._state.memory.at(tokens, sizes).check(self.options.max_memory_ratio)
+            self._memory_checked.add(key)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.

@@ -22,7 +22,7 @@ class Contract:
         blocks_host: `recv` makes the calling CPU thread wait.
         two_halves: `send` returns before the data has arrived.
         max_in_flight: Un-received operations allowed at once over one communicator; None for no
-            limit beyond one for each slot of each kind.
+            limit beyond one for each flight of each kind.
         send_stream: Stream that the program must make current for `send`.
         recv_stream: Stream that the program must make current for `recv`.
         recv_is: How `recv` makes the result usable: "event" (the program's own wait does it, so

@@ -59,6 +59,21 @@ class Access:
         return Access(*merged)
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node of the captured graph, as a call of the lowered graph runs it.
+
+    Attributes:
+        position: Where it stands in the captured graph.
+        microbatch: Whose copy it is; None for what all microbatches share.
+        access: What this copy reads, writes and returns.
+    """
+
+    position: int
+    microbatch: int | None
+    access: Access = Access()
+
+
 @dataclass
 class Effects:
     """Accesses of all nodes of a graph, and which storages outlive the call.

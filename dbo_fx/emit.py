@@ -4,12 +4,15 @@ needs:    a verified graph
 ensures:  a flat GraphModule whose nodes are segments, sends and recvs, and runtime calls; its
           Python order is the schedule; nothing traces or compiles it again
 before -> after: `wait(1, 'comp')` -> `runtime.wait(1, 'comp')`;
-                 a send on comm -> `runtime.use('comm')`, the send, `runtime.use('comp')`
+                 a send on comm -> `runtime.use('comm')`, the send, `runtime.use('comp')`;
+                 with counters, an action: `runtime.start(1, 'comp')` before, `finish` behind it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,23 +21,35 @@ from torch.fx import Graph, GraphModule, Node
 
 from dbo_fx import sync
 from dbo_fx.capture import value_of
+from dbo_fx.counters import Counters, DeviceCounters
 from dbo_fx.ir import COMP
+from dbo_fx.passes.halves import BUFFERS
+from dbo_fx.passes.schedule import action_of
 from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
+from dbo_fx.progress import Place
 from dbo_fx.runtime import Runtime
 from dbo_fx.tag import Tag, set_tag
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """See the module's contract. The emitted graph replaces `state.graph`."""
+    """See the module's contract. The emitted graph replaces `state.graph`.
 
+    Attributes:
+        progress: Whether the module counts the actions that have finished; None: on CPU only.
+    """
+
+    progress: bool | None = False
     name: str = "emit"
 
     def apply(self, state: State) -> tuple[State, str]:
         """Build the module; `state.module` is it."""
         graph, env = Graph(), dict[Node, Node]()
-        streams = _Streams(graph)
+        device = _device(state)
+        is_counted = device.type == "cpu" if self.progress is None else self.progress
+        counting = _Counting(state.graph.nodes if is_counted else ())
+        streams = _Streams(graph, counting)
         for node in state.graph.nodes:
             if node.op.startswith("call") and streams.runtime is None:
                 streams.begin()
@@ -42,18 +57,60 @@ class Emit:
             if copy is not None:
                 env[node] = copy
         root: dict[str, Any] = {**_constants(state), **state.segments}
-        root["runtime"] = Runtime(_device(state))
+        root["runtime"] = Runtime(device, counting.counters(device) if is_counted else None)
         module = GraphModule(root, graph, class_name="DboProgram")
         graph.lint()
         calls = sum(n.op.startswith("call") for n in graph.nodes)
         return replace(state, graph=graph, module=module), f"{calls} calls"
 
 
+class _Counting:
+    """Numbers the actions of every stream.
+
+    A stream's neighbouring nodes of one action are one: a wait or another stream may cut it.
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.order: list[Place] = []
+        self.starts: dict[Node, int] = {}
+        self.finishes: dict[Node, int] = {}
+        latest: dict[str, tuple[Place, Node]] = {}
+        count = Counter[str]()
+        for node in nodes:
+            place = _place(node)
+            if place is None:
+                continue
+            before = latest.get(place.stream)
+            if before is not None and before[0] == place:
+                del self.finishes[before[1]]
+            else:
+                count[place.stream] += 1
+                self.order.append(place)
+                self.starts[node] = count[place.stream]
+            self.finishes[node] = count[place.stream]
+            latest[place.stream] = (place, node)
+
+    def counters(self, device: torch.device) -> Counters:
+        """The counters that the module's calls move."""
+        is_cpu = device.type == "cpu"
+        return Counters(self.order) if is_cpu else DeviceCounters(self.order, device)
+
+
+def _place(node: Node) -> Place | None:
+    """The stream and action of a call that does the action's work."""
+    action = action_of(node)
+    if action is None or not node.op.startswith("call"):
+        return None
+    if node.target in (BUFFERS, sync.record, sync.wait, sync.keepalive, operator.getitem):
+        return None
+    return Place(stream_of(node), action.bound())
+
+
 class _Streams:
     """Copies nodes into the emitted graph and switches streams where they change."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, counting: _Counting) -> None:
+        self.graph, self.counting = graph, counting
         self.runtime: Node | None = None
         self.current = COMP
 
@@ -71,7 +128,13 @@ class _Streams:
         if stream != self.current:
             self._call("use", stream)
             self.current = stream
-        return self.graph.node_copy(node, env.__getitem__)
+        starts, finishes = self.counting.starts.get(node), self.counting.finishes.get(node)
+        if starts is not None:
+            self._call("start", starts, stream)
+        copy = self.graph.node_copy(node, env.__getitem__)
+        if finishes is not None:
+            self._call("finish", finishes, stream)
+        return copy
 
     def _call(self, method: str, *args: Any) -> None:
         assert self.runtime is not None

@@ -5,6 +5,8 @@ A message says where, what was found, what was wanted and what to do next.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 
 class DboError(Exception):
     """Base class of all errors raised on purpose by dbo_fx."""
@@ -26,8 +28,28 @@ class SoundnessError(DboError, ValueError):
     """Splitting this batch would change results, or may: the message says which node and why."""
 
 
+class Refutation(Protocol):
+    """Why a program is refused, as a value: printable, and as plain values for JSON."""
+
+    @property
+    def rule(self) -> str:
+        """Name of the broken rule."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+
+
 class VerificationError(DboError, RuntimeError):
-    """A scheduled program breaks an ordering, lifetime or communication rule."""
+    """A scheduled program breaks an ordering, lifetime or communication rule.
+
+    Attributes:
+        counterexample: What breaks it, where the verifier has put that together.
+    """
+
+    def __init__(self, message: str, *, counterexample: Refutation | None = None) -> None:
+        """Keep the counterexample beside its text."""
+        super().__init__(message)
+        self.counterexample = counterexample
 
 
 class CommunicationError(DboError, RuntimeError):
@@ -36,3 +58,7 @@ class CommunicationError(DboError, RuntimeError):
 
 class AgreementError(DboError, RuntimeError):
     """The ranks disagree, or one of them did not answer in time; the message names them."""
+
+
+class ProgressError(DboError, ValueError):
+    """A progress dump cannot be read, or is damaged."""

@@ -17,14 +17,23 @@ _HEADER = ("schedule", "microbatches", "layers", "transport")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run an action on a stream: `comp  A0_m0@0`."""
+    """Run an action on a stream: `comp  A0_m0@0`, `comp  D_m0.send@0 slot 0`.
+
+    Attributes:
+        stream: Where it runs.
+        action: What runs.
+        slot: Which of its transport's own buffers a half uses; None for compute, and where the
+            transport has no slots.
+    """
 
     stream: str
     action: Action
+    slot: int | None = None
 
     def __str__(self) -> str:
         """The line of the program text."""
-        return f"{self.stream}  {self.action.bound()}"
+        slot = "" if self.slot is None else f" slot {self.slot}"
+        return f"{self.stream}  {self.action.bound()}{slot}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +197,20 @@ def _read_step(line: str) -> Step:
             return Wait(stream, _read_event(event))
         case ["keepalive", text]:
             return Keepalive(stream, Action.parse_bound(text))
+        case [text, "slot", slot]:
+            return Run(stream, Action.parse_bound(text), _read_slot(slot))
         case [text]:
             return Run(stream, Action.parse_bound(text))
     raise ScheduleError(
-        "unknown step; wanted an action, 'record eN', 'wait eN', 'keepalive ACTION' or 'merge' "
-        "after the stream"
+        "unknown step; wanted an action, 'ACTION slot N', 'record eN', 'wait eN', "
+        "'keepalive ACTION' or 'merge' after the stream"
     )
+
+
+def _read_slot(text: str) -> int:
+    if re.fullmatch("0|[1-9][0-9]*", text) is None:
+        raise ScheduleError(f"{text!r} is not a slot; write it like slot 0")
+    return int(text)
 
 
 def _read_event(text: str) -> int:
@@ -208,8 +225,10 @@ def _check_program(program: Program, source: str, body: Sequence[tuple[int, str]
     recorded: set[int] = set()
     for index, step in enumerate(program.steps):
         match step:
-            case Run(_, action):
+            case Run(_, action, slot):
                 reason = _action_form(program, action, whole=False) or _run_order(action, ran)
+                if slot is not None and action.half is None:
+                    reason = reason or f"{action.bound()} has a slot; only sends and recvs use one"
                 ran.add(action)
             case Keepalive(_, action):
                 reason = _action_form(program, action, whole=True)

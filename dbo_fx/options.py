@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dbo_fx import schedules
+from dbo_fx.contracts import CONTRACTS
 from dbo_fx.errors import OptionError
 from dbo_fx.ir import Schedule
 
@@ -39,6 +40,14 @@ class Options:
             `rankR/N` for the N-th compilation of rank R; None writes nothing.
         agree_timeout_s: How long to wait for the other ranks' program hash after a compile, in
             seconds.
+        progress: Whether the program counts the actions it has finished (see docs/hangs.md); None
+            takes True on CPU, where it costs next to nothing, and False on CUDA.
+        hang_timeout_s: Report the progress of a call that takes longer, in seconds; None watches
+            nothing. Needs the counters, and turns them on.
+        max_memory_ratio: Refuse a program whose predicted peak is more than this many times the
+            unsplit graph's; None refuses none.
+        transport: Name of what carries dispatch and combine; None takes gloo on CPU and NCCL on
+            CUDA.
     """
 
     schedule: str | Schedule = "mlp_shared_overlap"
@@ -49,6 +58,10 @@ class Options:
     verify: str = "numeric"
     dump_dir: str | os.PathLike[str] | None = None
     agree_timeout_s: float = 120.0
+    progress: bool | None = None
+    hang_timeout_s: float | None = None
+    transport: str | None = None
+    max_memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Validate every value.
@@ -67,12 +80,15 @@ class Options:
             raise _bad("inner_backend", self.inner_backend, "the name of another backend")
         if self.dump_dir is not None and not isinstance(self.dump_dir, str | os.PathLike):
             raise _bad("dump_dir", self.dump_dir, "a path or None")
-        timeout = self.agree_timeout_s
-        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not number or not 0 < timeout < LONGEST_S:
-            raise _bad(
-                "agree_timeout_s", timeout, f"a positive number of seconds below {LONGEST_S}"
-            )
+        _check_seconds("agree_timeout_s", self.agree_timeout_s)
+        self._check_progress()
+        name = self.transport
+        if name is not None and not (isinstance(name, str) and name in CONTRACTS):
+            raise _bad("transport", name, f"one of {', '.join(CONTRACTS)}, or None")
+        ratio = self.max_memory_ratio
+        number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+        if ratio is not None and not (number and ratio > 0):
+            raise _bad("max_memory_ratio", ratio, "a number above 0, or None")
         own = self.resolved_schedule().num_microbatches
         if own is not None and self.num_microbatches not in (None, own):
             raise OptionError(
@@ -80,6 +96,23 @@ class Options:
                 f"{self.resolved_schedule().name!r}, which is written for {own}. "
                 "Leave num_microbatches out, or choose a schedule with label i (sequential)."
             )
+
+    def _check_progress(self) -> None:
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise _bad("progress", self.progress, "True, False or None")
+        if self.hang_timeout_s is None:
+            return
+        _check_seconds("hang_timeout_s", self.hang_timeout_s)
+        if self.progress is False:
+            raise OptionError(
+                f"hang_timeout_s={self.hang_timeout_s} reports the progress counters, but "
+                "progress=False turns them off. Leave progress out."
+            )
+
+    @property
+    def counts_progress(self) -> bool | None:
+        """Whether the program has counters; None: on CPU only."""
+        return True if self.hang_timeout_s is not None else self.progress
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
@@ -114,6 +147,12 @@ class Options:
 
 def _bad(key: str, value: object, wanted: str) -> OptionError:
     return OptionError(f"option {key}={value!r} is not allowed: want {wanted}.")
+
+
+def _check_seconds(key: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < LONGEST_S:  # type: ignore[operator]
+        raise _bad(key, value, f"a positive number of seconds below {LONGEST_S}")
 
 
 def _check_int(key: str, value: object, least: int) -> None:

@@ -15,11 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from dbo_fx.capture import CapturedGraph
 from dbo_fx.communication import Communication
-from dbo_fx.effects import Dependency, Effects
+from dbo_fx.effects import Dependency, Effects, Member
 from dbo_fx.errors import DboError
 from dbo_fx.ir import Action, Program
 
 if TYPE_CHECKING:
+    from dbo_fx.certificates.memory import MemoryCertificate
     from dbo_fx.passes.sharding import Obligation
 
 log = logging.getLogger("dbo_fx")
@@ -43,7 +44,9 @@ class State:
         calls: Captured node and microbatch of every compute call, in the program's order.
         program: The bound program with streams and events.
         segments: Submodules of `graph`, by name.
+        members: The captured nodes that every call of `graph` stands for, and where they stood.
         certificate: What `verify` proved; prints as a paragraph.
+        memory: How much memory the program holds, predicted; None before that pass.
         module: The emitted module.
     """
 
@@ -60,7 +63,9 @@ class State:
     calls: tuple[tuple[Node, int | None], ...] = ()
     program: Program | None = None
     segments: dict[str, GraphModule] = field(default_factory=dict)
+    members: dict[Node, tuple[Member, ...]] = field(default_factory=dict)
     certificate: object = None
+    memory: MemoryCertificate | None = None
     module: GraphModule | None = None
 
 

@@ -3,12 +3,12 @@
 A rule maps a call to the layout of its results: `register_rule("my::norm", row_wise())`. The
 compiler's own table for ATen is in `passes/sharding_rules.py`; a registered rule goes first. A rule
 is a promise: the first call compares split and unsplit results, but a rule that is wrong for other
-inputs only is not noticed.
+inputs only is not noticed. It also promises that the op does not communicate; `register_local`
+promises that alone.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,13 +16,14 @@ from torch.fx import Node
 
 from dbo_fx.errors import OptionError
 from dbo_fx.layouts import REPLICATED, Call, Layout, Layouts, Replicated, Split, mixes
+from dbo_fx.opaque import WITH_RULE, check_name
 
 Rule = Callable[[Call], Layouts]
-REGISTERED: dict[str, Rule] = {}
+REGISTERED: dict[str, Rule] = WITH_RULE
 
 
 def register_rule(op: str, rule: Rule) -> None:
-    """Say how an op treats rows.
+    """Say how an op treats rows, and with it that the op does not communicate with other ranks.
 
     Args:
         op: The op's qualified name without overload, `namespace::name`.
@@ -31,8 +32,7 @@ def register_rule(op: str, rule: Rule) -> None:
     Raises:
         OptionError: the name or the rule is no such thing.
     """
-    if not isinstance(op, str) or not re.fullmatch(r"\w+::\w+", op):
-        raise OptionError(f"register_rule: op={op!r} is no name like 'my_ops::my_norm'.")
+    check_name("register_rule", op)
     if not callable(rule):
         raise OptionError(f"register_rule: rule={rule!r} for {op} is not callable.")
     REGISTERED[op] = rule

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dbo_fx.counters import Counters
 from dbo_fx.ir import COMM, COMP
 
 
@@ -33,12 +34,14 @@ class Runtime(torch.nn.Module):
 
     Args:
         device: Where the module's tensors live.
+        counters: Progress counters, if the module calls `start` and `finish`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, counters: Counters | None = None) -> None:
         """Create no stream yet: that happens on first use, on the device of the rank."""
         super().__init__()
         self.device = device
+        self.counters = counters
         self.trace: list[TraceEntry] = []
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._events: dict[int, torch.cuda.Event] = {}
@@ -55,6 +58,8 @@ class Runtime(torch.nn.Module):
             self._streams[COMP] = torch.cuda.current_stream(self.device)
             if COMM not in self._streams:
                 self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        if self.counters is not None:
+            self.counters.begin()
 
     def use(self, stream: str) -> None:
         """Launch what follows on this stream."""
@@ -75,6 +80,14 @@ class Runtime(torch.nn.Module):
         self.trace.append(TraceEntry("wait", stream, event))
         if self.is_cuda:
             self._streams[stream].wait_event(self._events[event])
+
+    def start(self, index: int, stream: str) -> None:
+        """Count that action number `index` of a stream starts."""
+        self.counters.started[stream] = index  # type: ignore[union-attr]
+
+    def finish(self, index: int, stream: str) -> None:
+        """Count, on that stream, that action number `index` is finished."""
+        self.counters.finish(index, stream)  # type: ignore[union-attr]
 
     def abandon(self) -> None:
         """Return to the compute stream after a call that raised half-way."""

@@ -25,6 +25,7 @@ from dbo_fx.agree import agree_batch
 from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
 from dbo_fx.padding import STEP, Padding
+from dbo_fx.plan_digest import Ran
 
 
 @dataclass(slots=True)
@@ -88,8 +89,9 @@ def wrap(
             waits for the other ranks. By default every step is split that all ranks allow.
         kind: What the rows of a call are, or a function of their number that says so; the policy
             has a threshold for each kind.
-        plan: What this rank is about to run, for example the hash of its plan; a rank with another
-            one stops all ranks.
+        plan: What this rank is about to run; a rank with another one stops all ranks. By default
+            the plans of the dbo_fx programs that ran in earlier steps of this wrapped model, so
+            that a rank whose program changed is named.
         pad: Values for the added rows by argument name, for example `{"slot_mapping": -1}`; other
             arguments get zeros. Naming it says that added rows are harmless to what the model
             writes in place; without it a step that pads on some rank is refused if the compiled
@@ -144,9 +146,10 @@ class WrappedModel:
         allow: Whether this rank allows the split, or a function of its rows.
         policy: Thresholds, buckets and the fewest rows that either model sees.
         kind: What the rows are, or a function of their number.
-        plan: What must be the same on every rank.
+        plan: What must be the same on every rank; empty for the plans that ran.
         pad: Values for the added rows by argument name, or None for zeros.
         statistics: What the calls did so far.
+        ran: The plans of the dbo_fx programs that ran so far.
     """
 
     compiled: Callable[..., Any]
@@ -160,6 +163,7 @@ class WrappedModel:
     plan: str
     pad: dict[str, float] | None = None
     statistics: WrapStatistics = field(default_factory=WrapStatistics)
+    ran: Ran = field(default_factory=Ran)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; every rank of the group must call this equally often.
@@ -195,7 +199,8 @@ class WrappedModel:
         args, kwargs = self._padded(args, kwargs, tokens, padded, fill)
         told = STEP.set(self._padding(decision))
         try:
-            outputs = self._choose(decision)(*args, **kwargs)
+            with self.ran:
+                outputs = self._choose(decision)(*args, **kwargs)
         finally:
             STEP.reset(told)
         self.statistics.rows += rows
@@ -218,7 +223,7 @@ class WrappedModel:
             self.group,
             failed=failed,
             kind=kind,
-            plan=self.plan,
+            plan=self.plan or str(self.ran),
             policy=self.policy,
         )
 

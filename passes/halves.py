@@ -4,8 +4,11 @@ needs:    the microbatched graph, each communication still in one piece
 ensures:  send directly followed by recv; the buffers are allocated by a node of their own on the
           compute stream; `state.dependencies` lists what must run before what from here on
 before -> after: `rx, ri, rw = dispatch(x, ids, w)` ->
-                 `b = comm_buffers([x, ids, w]); dispatch_send([x, ids, w], b);
-                 dispatch_recv(b); rx = b[0]`
+                 `b = comm_buffers([x, ids, w]); dispatch_send([x, ids, w], b, ..., flight);
+                 dispatch_recv(b, ..., flight); rx = b[0]`
+
+The halves name the transport that carries them. Which of its slots they use depends on the order;
+the streams pass adds it.
 
 Allocating on the compute stream, before the event that the communication stream waits for, makes
 the buffers safe to reuse without `record_stream`.
@@ -20,9 +23,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dbo_fx.capture import value_of
+from dbo_fx.capture import value_of, where
 from dbo_fx.communication import Communication, Launch
+from dbo_fx.contracts import Contract
 from dbo_fx.effects import Access, Key
+from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Half, Phase
 from dbo_fx.pipeline import State
 from dbo_fx.tag import Tag, set_tag
@@ -38,15 +43,26 @@ OPS: dict[tuple[Phase, Half], Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """See the module's contract."""
+    """See the module's contract.
 
+    Attributes:
+        contract: What the halves' transport promises.
+    """
+
+    contract: Contract
     name: str = "halves"
 
     def apply(self, state: State) -> tuple[State, str]:
-        """Split every copy of every communication; the graph is changed in place."""
+        """Split every copy of every communication; the graph is changed in place.
+
+        Raises:
+            UnsupportedGraphError: The transport cannot carry a communication's launches together.
+        """
+        for comm in state.communications:
+            _refuse_too_many(comm, self.contract)
         for m in range(state.microbatches):
             for comm in state.communications:
-                _split(state, comm, m)
+                _split(state, comm, m, self.contract)
         state.graph.lint()
         dependencies = tuple(state.effects.dependencies(state.graph.nodes))
         text = (
@@ -56,12 +72,44 @@ class Halves:
         return replace(state, dependencies=dependencies), text
 
 
-def _split(state: State, comm: Communication, m: int) -> None:
+def argument(node: Node, name: str) -> Any:
+    """What a node of one of this pass's ops is given, by the name in the op's schema.
+
+    Args:
+        node: A send, a recv, or the allocation of buffers.
+        name: For example `flight`, `slot`, `transport` or `group`.
+
+    Returns:
+        The argument; None where it is left out.
+    """
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    index = names.index(name)
+    return node.args[index] if index < len(node.args) else None
+
+
+def _refuse_too_many(comm: Communication, contract: Contract) -> None:
+    """Launches that travel together are all un-received until the last one is received."""
+    count = len(comm.launches)
+    limit = contract.max_in_flight if contract.slots is None else 1
+    if limit is not None and count > limit:
+        raise UnsupportedGraphError(
+            f"{where(comm.launches[1].node)}: {comm} is {count} operations, all un-received "
+            f"at once; transport {contract.name!r} allows {limit} un-received operation(s) of a "
+            "communication over a group. Send all its tensors in one operation "
+            "(torch.ops.dbo_fx.dispatch), or choose another transport."
+        )
+
+
+def _split(state: State, comm: Communication, m: int, contract: Contract) -> None:
     for index, launch in enumerate(comm.launches):
-        _split_launch(state, comm, launch, m, slot=m + index * state.microbatches)
+        flight = m + index * state.microbatches
+        _split_launch(state, comm, launch, m, contract.name, flight)
 
 
-def _split_launch(state: State, comm: Communication, launch: Launch, m: int, slot: int) -> None:
+def _split_launch(
+    state: State, comm: Communication, launch: Launch, m: int, transport: str, flight: int
+) -> None:
     graph, effects, env = state.graph, state.effects, state.copies[m]
     inputs = [env[n] for n in launch.inputs]
     tag = Tag("comm", comm.phase, comm.layer, m)
@@ -72,7 +120,7 @@ def _split_launch(state: State, comm: Communication, launch: Launch, m: int, slo
 
     def call(function: Any, args: tuple[Any, ...], half: Half, name: str, access: Access) -> Node:
         node = graph.call_function(function, args)
-        node.name = f"{stem}_{name}" + (f"_{slot}" if slot != m else "")
+        node.name = f"{stem}_{name}" + (f"_{flight}" if flight != m else "")
         node.meta.update(val=None, stack_trace=launch.node.meta.get("stack_trace"))
         set_tag(node, replace(tag, half=half))
         effects.access[node] = access
@@ -83,10 +131,10 @@ def _split_launch(state: State, comm: Communication, launch: Launch, m: int, slo
         args: tuple[Any, ...] = (inputs, launch.collective, launch.group)
         buffers = call(BUFFERS, args, Half.SEND, "buffers", Access(results=arrived))
         buffers.meta["val"] = [_value(launch, i) for i in range(len(inputs))]
-        args = (inputs, buffers, launch.collective, launch.group, slot)
+        args = (inputs, buffers, launch.collective, launch.group, transport, flight)
         access = Access(sent, arrived)
         call(OPS[comm.phase, Half.SEND], args, Half.SEND, "send", access)
-        args = (buffers, launch.group, slot)
+        args = (buffers, launch.group, transport, flight)
         call(OPS[comm.phase, Half.RECV], args, Half.RECV, "recv", Access(arrived, arrived))
         for i, results in enumerate(launch.results):
             for result in results:

@@ -3,7 +3,8 @@
 needs:    a graph with streams and events
 ensures:  every compute or shared node is inside a segment, called as `self.segment_N(...)`;
           segments of equal structure are one object, over layers, microbatches and schedules;
-          `effects` and `dependencies` speak of the segments' calls
+          `effects` and `dependencies` speak of the segments' calls; `members` remembers what each
+          call was made of
 before -> after: `a = linear(x, w); b = silu(a)` -> `A_m0_l0 = self.segment_0(x, w); b = A_m0_l0[0]`
 
 A segment ends where A, MLP, S or TAIL of one microbatch ends. Nothing is fused across them.
@@ -23,8 +24,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
-from dbo_fx.effects import Access, Dependency
-from dbo_fx.ir import Phase
+from dbo_fx.effects import Access, Dependency, Member
+from dbo_fx.ir import Half, Phase
 from dbo_fx.passes.schedule import is_same_segment
 from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
@@ -38,15 +39,19 @@ class Lower:
     name: str = "lower"
 
     def apply(self, state: State) -> tuple[State, str]:
-        """Replace the runs in place; fill `segments`."""
+        """Replace the runs in place; fill `segments` and `members`."""
         lowering = _Lowering(state)
         runs = list(segment_runs(state.graph.nodes))
         for run in runs:
             lowering.replace_run(run)
         state.graph.lint()
-        dependencies = lowering.dependencies()
-        text = f"{len(runs)} segments, {len(lowering.segments)} distinct"
-        return replace(state, segments=lowering.segments, dependencies=dependencies), text
+        new = replace(
+            state,
+            segments=lowering.segments,
+            members=lowering.members,
+            dependencies=lowering.dependencies(),
+        )
+        return new, f"{len(runs)} segments, {len(lowering.segments)} distinct"
 
 
 def segment_runs(nodes: Iterable[Node]) -> Iterable[list[Node]]:
@@ -82,6 +87,7 @@ class _Lowering:
         self.segments: dict[str, GraphModule] = {}
         self.by_structure: dict[str, str] = {}
         self.call_of: dict[Node, Node] = {}
+        self.members = members_of(state)
         self.names = Counter[str]()
         self.facts: dict[int, str] = {}
 
@@ -99,6 +105,7 @@ class _Lowering:
         set_tag(call, tag)
         effects = self.state.effects
         effects.access[call] = Access.union(effects.of(n) for n in run)
+        self.members[call] = tuple(m for n in run for m in self.members.pop(n))
         for node in run:
             self.call_of[node] = call
         with graph.inserting_before(run[0]):
@@ -145,6 +152,43 @@ class _Lowering:
             if before is not after:
                 found[before, after, d.kind, d.key] = Dependency(before, after, d.kind, d.key)
         return tuple(found.values())
+
+
+def members_of(state: State) -> dict[Node, tuple[Member, ...]]:
+    """The captured nodes behind every node that touches tensors.
+
+    A send and a recv stand for their launch; a recv for what arrives, too. Merges come last.
+    """
+    position = {n: i for i, n in enumerate(state.captured.graph.nodes)}
+    source = {copy: position[n] for env in state.copies for n, copy in env.items()}
+    launches = {x.node.name: x for c in state.communications for x in c.launches}
+    found: dict[Node, tuple[Member, ...]] = {}
+    for node in state.graph.nodes:
+        tag, access = tag_of(node), state.effects.of(node)
+        if tag is None or node.op != "call_function":
+            continue
+        if tag.role == "comm":
+            if node.target is operator.getitem:
+                continue
+            launch = launches[_launch_name(access)]
+            members = [Member(position[launch.node], tag.microbatch, access)]
+            if tag.half is Half.RECV:
+                arrived = [n for results in launch.results for n in results]
+                members += [Member(position[n], tag.microbatch) for n in arrived]
+            found[node] = tuple(members)
+        elif tag.role == "merge":
+            found[node] = (Member(len(position), None, access),)
+        elif node in source:
+            found[node] = (Member(source[node], tag.microbatch, access),)
+    return found
+
+
+def _launch_name(access: Access) -> str:
+    """The captured launch that a half belongs to: its landing buffers are named after it."""
+    for key in access.writes | access.results:
+        if isinstance(key, tuple) and key[0] == "landing":
+            return str(key[1])
+    raise AssertionError("a half of a communication has landing buffers")
 
 
 def _segment_graph(run: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph:

@@ -29,6 +29,7 @@ from dbo_fx.communication import (
     is_launch,
     launch_of,
     phases_of,
+    refuse_opaque,
 )
 from dbo_fx.effects import Effects, Key
 from dbo_fx.errors import UnsupportedGraphError
@@ -87,8 +88,10 @@ def find_communications(graph: Graph, needs: dict[Node, list[Node]]) -> tuple[Co
     level travels together. Even levels dispatch, odd levels combine.
 
     Raises:
-        UnsupportedGraphError: a collective that fits neither, or an unmatched dispatch.
+        UnsupportedGraphError: a collective that fits neither, an unmatched dispatch, or an op that
+            may communicate.
     """
+    refuse_opaque(graph)
     level: dict[Node, int] = {}
     groups: defaultdict[int, list[Node]] = defaultdict(list)
     for node in graph.nodes:

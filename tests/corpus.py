@@ -275,6 +275,8 @@ def _baked(x: Tensor) -> Tensor:
     return x.new_empty(4, H) if known else torch.empty_like(x)
 
 
+for _name in ("by_row", "look_back", "center"):
+    dbo_fx.register_local(f"corpus::{_name}")
 dbo_fx.register_rule("corpus::known", dbo_fx.row_wise(dim=0))
 dbo_fx.register_rule("corpus::baked", dbo_fx.elementwise)
 

@@ -227,14 +227,14 @@ def copies_share_their_storages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Copier, "_private_keys", lambda self: frozenset())
 
 
-@mutation("halves", "test_halves.py::test_every_microbatch_has_its_own_slot")
-def one_slot_for_all_microbatches(patch: pytest.MonkeyPatch) -> None:
+@mutation("halves", "test_halves.py::test_every_microbatch_has_its_own_flight")
+def one_flight_for_all_microbatches(patch: pytest.MonkeyPatch) -> None:
     from dbo_fx.passes import halves
 
     split = halves._split_launch
 
-    def same(state: Any, comm: Any, launch: Any, m: int, slot: int) -> None:
-        split(state, comm, launch, m, 0)
+    def same(state: Any, comm: Any, launch: Any, m: int, transport: str, flight: int) -> None:
+        split(state, comm, launch, m, transport, 0)
 
     patch.setattr(halves, "_split_launch", same)
 
@@ -277,8 +277,8 @@ def the_compute_stream_never_waits(patch: pytest.MonkeyPatch) -> None:
 
     insert = _Events.insert
 
-    def forgetful(self: Any) -> None:
-        insert(self)
+    def forgetful(self: Any, kept: Any) -> None:
+        insert(self, kept)
         for node in list(self.state.graph.nodes):
             if node.target is sync.wait and stream_of(node) == "comp":
                 self.state.graph.erase_node(node)
@@ -329,45 +329,79 @@ def dependencies_stay_with_the_old_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Lowering, "dependencies", lambda self: self.state.dependencies)
 
 
+def no_violation(*_: object, **__: object) -> Iterator[Any]:
+    """What a forgotten check of the hazard certificate finds."""
+    return iter(())
+
+
 @mutation("verify", "test_verify.py::test_a_dropped_wait_of_a_recv")
 def orders_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import verify
+    from dbo_fx.certificates import hazards
 
-    patch.setattr(verify, "_check_dependencies", lambda *_: 0)
+    patch.setattr(hazards, "_required", no_violation)
 
 
 @mutation("verify", "test_verify.py::test_a_dropped_keepalive")
-def lifetimes_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import verify
+def nothing_is_ever_freed(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.certificates import of_graph
 
-    patch.setattr(verify, "_check_lifetimes", nothing)
+    patch.setattr(of_graph, "lifetimes_of", lambda *_: ())
 
 
-@mutation("verify", "test_verify.py::test_the_last_launch_must_be_waited_for")
+@mutation("verify", "test_verify.py::test_a_launch_that_touches_nothing_must_be_waited_for_too")
 def the_join_is_not_checked(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import verify
+    from dbo_fx.certificates import hazards
 
-    patch.setattr(verify, "_check_joined", nothing)
+    patch.setattr(hazards, "_forks_and_joins", no_violation)
 
 
 @mutation("verify", "test_verify.py::test_more_in_flight_than_the_transport_allows")
-def communication_is_not_checked(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import verify
+def flights_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.certificates import rules
 
-    patch.setattr(verify, "_check_communication", lambda *_: (0, 0))
+    patch.setattr(rules, "_in_flight", no_violation)
 
 
 @mutation("verify", "test_verify.py::test_a_record_moved_before_what_it_is_for")
 def a_wait_waits_for_everything(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.passes import verify
+    from dbo_fx.certificates.order import HappensBefore
 
-    clocks = verify._clocks
+    patch.setattr(HappensBefore, "before", lambda self, first, second: first < second)
 
-    def generous(nodes: list[Any]) -> Any:
-        found, events = clocks(nodes)
-        return {n: dict.fromkeys(("comp", "comm"), i) for i, n in enumerate(found)}, events
 
-    patch.setattr(verify, "_clocks", generous)
+@mutation("verify", "test_verify.py::test_a_lost_war_edge_is_missed")
+def the_reference_forgets_readers(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.certificates.reference import Reference
+
+    required = Reference.required
+
+    def without(self: Any, captured: Any) -> Any:
+        return tuple(r for r in required(self, captured) if r.kind != "WAR")
+
+    patch.setattr(Reference, "required", without)
+
+
+@mutation("memory", "test_memory.py::test_the_curve_is_exact")
+def keepalives_hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import sync
+    from dbo_fx.certificates import lifetimes
+
+    found = lifetimes._Lifetimes.found
+
+    def without(self: Any) -> Any:
+        for node in self.order:
+            if node.target is sync.keepalive:
+                self.position[node] = -1
+        return found(self)
+
+    patch.setattr(lifetimes._Lifetimes, "found", without)
+
+
+@mutation("memory", "test_memory.py::test_the_curve_is_exact")
+def every_microbatch_has_half_of_the_rows(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.certificates import memory
+
+    patch.setattr(memory, "microbatch_sizes", lambda tokens, count: (tokens // count,) * count)
 
 
 @mutation("emit", "test_emit.py::test_the_comm_stream_is_current_for_sends_only")
@@ -409,8 +443,8 @@ def results_are_visible_at_once(patch: pytest.MonkeyPatch) -> None:
 
     launch = GlooReference.launch
 
-    def eager(self: Any, inputs: Any, outputs: Any, collective: str, group: str) -> Any:
-        flight = launch(self, inputs, outputs, collective, group)
+    def eager(self: Any, inputs: Any, outputs: Any, *others: Any) -> Any:
+        flight = launch(self, inputs, outputs, *others)
         self.finish(flight, outputs)
         return flight
 

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dbo_fx import schedules, sync
 from dbo_fx.capture import CapturedGraph, from_dynamo
 from dbo_fx.comm import groups
+from dbo_fx.contracts import Contract, contract
 from dbo_fx.emit import Emit
 from dbo_fx.ir import Schedule
 from dbo_fx.passes.halves import Halves
@@ -226,16 +227,18 @@ def run_passes(
     until: str = "emit",
     schedule: str | Schedule = "mlp_shared_overlap",
     count: int = 2,
+    transport: str | Contract = "gloo",
 ) -> State:
     """The pipeline's state after the named pass, where group "0" must be known."""
     order = schedules.load(schedule) if isinstance(schedule, str) else schedule
+    carrier = contract(transport) if isinstance(transport, str) else transport
     passes = [
         Microbatch(count),
-        Halves(),
+        Halves(carrier),
         Order(order),
-        Streams(order.name, "gloo"),
+        Streams(order.name, carrier),
         Lower(),
-        Verify(),
+        Verify(carrier),
         Emit(),
     ]
     chosen = passes[: UNTIL.index(until) + 1]

@@ -64,22 +64,22 @@ def test_combine_sums_and_keeps_own_rows(ranks: RankPool) -> None:
 
 
 def run_halves(rank: int) -> dict[str, Any]:
-    """Dispatch and combine in halves, both slots in flight at once, received in another order."""
+    """Dispatch and combine in halves, two flights at once, received in another order."""
     group, seen = world(), {}
     inputs = {s: [t + s for t in tokens(rank)] for s in (0, 1)}
     got = {s: OPS.comm_buffers(inputs[s], "all_gather", group) for s in (0, 1)}
     for s in (1, 0):
-        OPS.dispatch_send(inputs[s], got[s], "all_gather", group, s)
+        OPS.dispatch_send(inputs[s], got[s], "all_gather", group, "gloo", s)
     seen["in_flight"] = [str(key) for key in in_flight()]
     seen["early"] = [t.clone() for t in got[0]]
     for s in (0, 1):
-        OPS.dispatch_recv(got[s], group, s)
+        OPS.dispatch_recv(got[s], group, "gloo", s)
         want = OPS.dispatch(*inputs[s], group)
         seen[f"dispatch {s}"] = all(map(torch.equal, got[s], want))
     sums = OPS.comm_buffers([got[0][0]], "reduce_scatter_sum", group)
-    OPS.combine_send([got[0][0]], sums, "reduce_scatter_sum", group, 0)
+    OPS.combine_send([got[0][0]], sums, "reduce_scatter_sum", group, "gloo", 0)
     seen["early sums"] = sums[0].clone()
-    OPS.combine_recv(sums, group, 0)
+    OPS.combine_recv(sums, group, "gloo", 0)
     seen["combine"] = torch.equal(sums[0], OPS.combine(got[0][0], T, group))
     seen["left"] = in_flight()
     return seen
@@ -87,7 +87,10 @@ def run_halves(rank: int) -> dict[str, Any]:
 
 def test_halves_equal_the_fused_ops_and_are_poisoned_until_received(ranks: RankPool) -> None:
     for seen in ranks(run_halves):
-        assert seen["in_flight"] == ["dispatch, slot 1, group '0'", "dispatch, slot 0, group '0'"]
+        assert seen["in_flight"] == [
+            "dispatch, flight 1, group '0'",
+            "dispatch, flight 0, group '0'",
+        ]
         x, ids, weights = seen["early"]
         assert x.isnan().all()
         assert (ids == -7).all()
@@ -104,8 +107,8 @@ def run_all_to_all(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     first = torch.tensor([[10 * rank], [10 * rank + 1]]).to(dtype)
     second = torch.tensor([rank, rank]) > 0
     outputs = OPS.comm_buffers([first, second], "all_to_all", world())
-    OPS.dispatch_send([first, second], outputs, "all_to_all", world(), 5)
-    OPS.dispatch_recv(outputs, world(), 5)
+    OPS.dispatch_send([first, second], outputs, "all_to_all", world(), "gloo", 5)
+    OPS.dispatch_recv(outputs, world(), "gloo", 5)
     return outputs[0], outputs[1]
 
 
@@ -131,15 +134,15 @@ def run_misuse(rank: int) -> dict[str, str]:
     """Every refusal; all of them come before any communication, so ranks stay in step."""
     group, x = world(), tokens(rank)[0]
     out = OPS.comm_buffers([x], "all_gather", group)
-    sent = ([x], out, "all_gather", group, 1)
-    said = {"no send": error_of(OPS.dispatch_recv, out, group, 1)}
+    sent = ([x], out, "all_gather", group, "gloo", 1)
+    said = {"no send": error_of(OPS.dispatch_recv, out, group, "gloo", 1)}
     OPS.dispatch_send(*sent)
     said["double send"] = error_of(OPS.dispatch_send, *sent)
-    said["wrong kind"] = error_of(OPS.combine_recv, out, group, 1)
-    said["other outputs"] = error_of(OPS.dispatch_recv, [out[0].clone()], group, 1)
-    OPS.dispatch_recv(out, group, 1)
-    said["received twice"] = error_of(OPS.dispatch_recv, out, group, 1)
-    said["counts"] = error_of(OPS.dispatch_send, [x, x], out, "all_gather", group, 2)
+    said["wrong kind"] = error_of(OPS.combine_recv, out, group, "gloo", 1)
+    said["other outputs"] = error_of(OPS.dispatch_recv, [out[0].clone()], group, "gloo", 1)
+    OPS.dispatch_recv(out, group, "gloo", 1)
+    said["received twice"] = error_of(OPS.dispatch_recv, out, group, "gloo", 1)
+    said["counts"] = error_of(OPS.dispatch_send, [x, x], out, "all_gather", group, "gloo", 2)
     said["uneven"] = error_of(OPS.comm_buffers, [x], "reduce_scatter_sum", group)
     said["scalar"] = error_of(OPS.comm_buffers, [x.sum()], "all_gather", group)
     said["collective"] = error_of(OPS.comm_buffers, [x], "all_reduce", group)
@@ -151,11 +154,11 @@ def run_misuse(rank: int) -> dict[str, str]:
 def test_misuse_is_refused_and_named(ranks: RankPool) -> None:
     for said in ranks(run_misuse):
         for key in ("no send", "double send", "other outputs", "received twice"):
-            assert said[key].startswith("dispatch, slot 1, group '0': ")
+            assert said[key].startswith("dispatch, flight 1, group '0': ")
         assert "received without a send. In flight: nothing" in said["no send"]
         assert "sent twice" in said["double send"]
-        assert "combine, slot 1" in said["wrong kind"]
-        assert "In flight: dispatch, slot 1, group '0'" in said["wrong kind"]
+        assert "combine, flight 1" in said["wrong kind"]
+        assert "In flight: dispatch, flight 1, group '0'" in said["wrong kind"]
         assert "other outputs" in said["other outputs"]
         assert "2 inputs and 1 outputs" in said["counts"]
         assert "3 rows do not divide evenly among 2 ranks" in said["uneven"]
@@ -169,10 +172,10 @@ def run_abandon(rank: int) -> bool:
     """A step that fails between the halves leaves nothing behind after abandon_in_flight."""
     x = tokens(rank)[0]
     out = OPS.comm_buffers([x], "all_gather", world())
-    OPS.dispatch_send([x], out, "all_gather", world(), 0)
+    OPS.dispatch_send([x], out, "all_gather", world(), "gloo", 0)
     abandon_in_flight()
-    OPS.dispatch_send([x], out, "all_gather", world(), 0)
-    OPS.dispatch_recv(out, world(), 0)
+    OPS.dispatch_send([x], out, "all_gather", world(), "gloo", 0)
+    OPS.dispatch_recv(out, world(), "gloo", 0)
     return torch.equal(out[0], torch.cat([tokens(0)[0], tokens(1)[0]]))
 
 
@@ -208,7 +211,7 @@ def run_opcheck(rank: int) -> None:
     )
     out = OPS.comm_buffers(list(inputs), "all_gather", group)
     for check in shapes:
-        arguments = (list(inputs), out, "all_gather", group, 0)
+        arguments = (list(inputs), out, "all_gather", group, "gloo", 0)
         torch.library.opcheck(OPS.dispatch_send.default, arguments, test_utils=check)
         abandon_in_flight()
 

@@ -229,7 +229,7 @@ def test_who_reads_before_the_recv_sees_poison(kind: str) -> None:
         (out,) = module(*trace.args(7))
         assert out[:3].isnan().all()
         assert out[3:].isfinite().all()
-        assert [f.slot for f in in_flight()] == [0]
+        assert [f.flight for f in in_flight()] == [0]
         abandon_in_flight()
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from dbo_fx.capture import value_of
 from dbo_fx.ir import Half, Phase
-from dbo_fx.passes.halves import BUFFERS, OPS
+from dbo_fx.passes.halves import BUFFERS, OPS, argument
 from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from small_moe import (
@@ -51,8 +51,9 @@ def test_the_plain_layer_has_four_communications_in_halves() -> None:
         assert len(nodes_of(graph, target)) == 2
     assert len(nodes_of(graph, BUFFERS)) == 4
     for send, recv in zip(nodes_of(graph, SEND_D), nodes_of(graph, RECV_D), strict=True):
-        inputs, buffers, collective, group, slot = send.args
-        assert recv.args == (buffers, group, slot)
+        inputs, buffers, collective, group, transport, flight = send.args
+        assert recv.args == (buffers, group, transport, flight)
+        assert transport == "gloo"
         assert (collective, group) == ("all_gather", "0")
         assert isinstance(buffers, Node)
         assert buffers.args == (inputs, collective, group)
@@ -71,10 +72,10 @@ def test_actions_have_microbatch_layer_and_half() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_every_microbatch_has_its_own_slot(count: int) -> None:
+def test_every_microbatch_has_its_own_flight(count: int) -> None:
     graph = halved(traced_model(), count).graph
     for target in (SEND_D, RECV_D, SEND_C, RECV_C):
-        assert [n.args[-1] for n in nodes_of(graph, target)] == list(range(count))
+        assert [argument(n, "flight") for n in nodes_of(graph, target)] == list(range(count))
 
 
 def test_what_arrives_has_the_shape_of_what_it_replaces() -> None:
@@ -134,12 +135,12 @@ def test_unused_results_still_travel() -> None:
         torch.testing.assert_close(out, trace.captured.module(*trace.args(7)))
 
 
-def test_functional_collectives_that_travel_together_have_slots_of_their_own() -> None:
+def test_functional_collectives_that_travel_together_have_flights_of_their_own() -> None:
     with fake_ranks():
         trace = traced(TwoLaunches(1), (rows(),))
     state = halved(trace)
-    assert [n.args[-1] for n in nodes_of(state.graph, SEND_D)] == [0, 2, 1, 3]
-    assert [n.args[-1] for n in nodes_of(state.graph, SEND_C)] == [0, 1]
+    assert [argument(n, "flight") for n in nodes_of(state.graph, SEND_D)] == [0, 2, 1, 3]
+    assert [argument(n, "flight") for n in nodes_of(state.graph, SEND_C)] == [0, 1]
     names = [n.name for n in state.graph.nodes]
     assert len(names) == len(set(names))
     assert not [n for n in state.graph.nodes if "c10d_functional" in str(n.target)]

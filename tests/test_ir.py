@@ -85,8 +85,10 @@ def programs(draw_from: st.DrawFn) -> Program:
     streams = st.sampled_from(["comp", "comm"])
     steps: list[Step] = []
     events = 0
+    slots = st.none() | st.integers(0, 12)
     for action in bind(source, layers, microbatches):
-        steps.append(Run(draw_from(streams), action))
+        slot = None if action.half is None else draw_from(slots)
+        steps.append(Run(draw_from(streams), action, slot))
         if action.half is Half.RECV:
             steps.append(Keepalive(draw_from(streams), action.communication))
         if draw_from(st.booleans()):
@@ -397,6 +399,9 @@ RECEIVED = ("comm  D_m0.send@0", "comp  D_m0.recv@0")
         (["main  A0_m0@0"], "line 6: unknown stream 'main'; wanted one of comp comm"),
         (["comp"], "line 6: unknown step; wanted an action"),
         (["comp  free D_m0@0"], "line 6: unknown step"),
+        (["comp  A0_m0@0 slot 0"], "line 6: A0_m0@0 has a slot; only sends and recvs use one"),
+        (["comp  D_m0.send@0 slot one"], "line 6: 'one' is not a slot; write it like slot 0"),
+        (["comp  D_m0.send@0 slot"], "line 6: unknown step"),
         (["comp  A0_m2@0"], "line 6: A0_m2@0 in a program of 2 microbatches"),
         (["comp  A0_m0@2"], "line 6: A0_m0@2 in a program of 2 layers"),
         (["comp  A0_m0"], "line 6: A0_m0 has no layer; write it like A0_m0@0"),
@@ -433,6 +438,14 @@ def test_wrong_program_header_is_refused(text, reason):
     with pytest.raises(ScheduleError) as caught:
         parse_program(text)
     assert reason in str(caught.value)
+
+
+def test_halves_print_their_slot():
+    steps = ("comp  D_m0.send@0 slot 0", "comp  D_m0.recv@0 slot 0")
+    read = program(*steps)
+    assert [str(step) for step in read.steps] == list(steps)
+    assert [step.slot for step in read.steps] == [0, 0]
+    assert read.digest != program(*RECEIVED).digest
 
 
 def test_digest_names_the_content():

@@ -97,8 +97,8 @@ def die_between_halves(rank: int) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     out = OPS.comm_buffers([x], "all_gather", name)
-    OPS.dispatch_send([x], out, "all_gather", name, 0)
-    OPS.dispatch_recv(out, name, 0)
+    OPS.dispatch_send([x], out, "all_gather", name, "gloo", 0)
+    OPS.dispatch_recv(out, name, "gloo", 0)
 
 
 def test_a_killed_rank_ends_the_run_and_is_named() -> None:
@@ -118,15 +118,15 @@ def leave_without_peer(rank: int) -> str:
         return ""
     x = torch.ones(1 << 20)
     out = OPS.comm_buffers([x], "all_gather", name)
-    OPS.dispatch_send([x], out, "all_gather", name, 3)
+    OPS.dispatch_send([x], out, "all_gather", name, "gloo", 3)
     with pytest.raises(CommunicationError) as caught:
-        OPS.dispatch_recv(out, name, 3)
+        OPS.dispatch_recv(out, name, "gloo", 3)
     return str(caught.value)
 
 
 def test_a_lost_peer_is_reported_by_the_operation_that_waited() -> None:
     said = run_ranks(leave_without_peer, 2, timeout_s=60)[0]
-    assert "dispatch, slot 3, group '0': the gloo transport failed" in said
+    assert "dispatch, flight 3, group '0': the gloo transport failed" in said
     assert "A rank of the group has probably ended" in said
 
 

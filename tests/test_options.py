@@ -30,6 +30,7 @@ def test_every_option_can_be_given() -> None:
         "verify": "static",
         "dump_dir": "somewhere",
         "agree_timeout_s": 5,
+        "transport": "deepep_ll",
     }
     options = Options.parse(given)
     assert {key: getattr(options, key) for key in given} == given
@@ -99,6 +100,8 @@ def test_a_key_that_is_no_string() -> None:
         ("on_unsupported", [], "'raise' or 'fallback'"),
         ("verify", "off", "'numeric' or 'static'"),
         ("dump_dir", 3, "a path or None"),
+        ("transport", "smoke", "one of gloo, nccl, deepep_ll"),
+        ("transport", ["gloo"], "one of gloo, nccl, deepep_ll"),
         ("agree_timeout_s", 0, "a positive number of seconds"),
         ("agree_timeout_s", -1.0, "a positive number of seconds"),
         ("agree_timeout_s", float("nan"), "a positive number of seconds"),

@@ -243,6 +243,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Any:
     if not hasattr(torch.ops.sharding, "double"):
         torch.library.define("sharding::double", "(Tensor x) -> Tensor")
         torch.library.register_fake("sharding::double", torch.empty_like)
+    dbo_fx.register_local("sharding::double")
     yield torch.ops.sharding.double
     REGISTERED.pop("sharding::double", None)
 

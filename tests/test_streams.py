@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dbo_fx import sync
+from dbo_fx.contracts import GLOO
 from dbo_fx.errors import VerificationError
-from dbo_fx.ir import COMM, COMP, Keepalive, Merge, Record, Run, Wait, parse_program
+from dbo_fx.ir import COMM, COMP, Half, Keepalive, Merge, Record, Run, Wait, parse_program
 from dbo_fx.passes.halves import BUFFERS
 from dbo_fx.passes.schedule import action_of
 from dbo_fx.passes.streams import RECVS, SENDS, stream_of
@@ -69,6 +71,29 @@ def test_a_send_waits_for_the_compute_stream_and_a_recv_for_the_send() -> None:
             assert recorded[wait.args[0]].prev.target in SENDS
 
 
+@pytest.mark.parametrize("send_stream", [COMP, COMM])
+@pytest.mark.parametrize("schedule", ["sequential", "mlp_shared_overlap"])
+def test_streams_are_those_of_the_contract(send_stream: str, schedule: str) -> None:
+    """A recv that is a kernel of the comm stream: its readers and the keepalive wait for it."""
+    carrier = replace(
+        GLOO, name="other", send_stream=send_stream, recv_stream=COMM, recv_is="kernel"
+    )
+    trace = traced_model(CachedMoe, 2)
+    graph = run_passes(trace.fresh(), "verify", schedule, transport=carrier).graph
+    assert {stream_of(n) for n in graph.nodes if n.target in SENDS} == {send_stream}
+    assert {stream_of(n) for n in graph.nodes if n.target in RECVS} == {COMM}
+    recorded = {n.args[0]: n for n in nodes_of(graph, sync.record)}
+    for node in nodes_of(graph, sync.keepalive):
+        assert stream_of(node) == COMP
+        wait = node.prev
+        while wait.target is not sync.wait:
+            wait = wait.prev
+        recv, kept = action_of(recorded[wait.args[0]].prev), action_of(node)
+        assert recv is not None
+        assert kept is not None
+        assert (recv.half, recv.communication) == (Half.RECV, kept.communication)
+
+
 def test_a_keepalive_stands_behind_the_recv_and_names_inputs_and_buffers() -> None:
     graph = streamed().graph
     sends = {a.communication: n for n in graph.nodes if n.target in SENDS and (a := action_of(n))}
@@ -108,10 +133,10 @@ def test_no_event_and_no_keepalive_is_redundant(schedule: str) -> None:
     assert total == 20
     for index in range(total):
         state = run_passes(traced_model().fresh(), "lower", schedule)
-        Verify().apply(state)
+        Verify(GLOO).apply(state)
         state.graph.erase_node(markers(state.graph)[index])
         with pytest.raises(VerificationError):
-            Verify().apply(state)
+            Verify(GLOO).apply(state)
 
 
 class Overwrites(PlainMoe):
@@ -129,7 +154,7 @@ def test_one_event_serves_several_dependencies() -> None:
     state = run_passes(trace.fresh(), "streams")
     assert any(d.kind == "WAR" for d in state.dependencies)
     assert len(nodes_of(state.graph, sync.record)) == 8
-    Verify().apply(run_passes(trace.fresh(), "lower"))
+    Verify(GLOO).apply(run_passes(trace.fresh(), "lower"))
 
 
 def test_one_microbatch_has_a_program_too() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dbo_fx.comm import contract, groups, in_flight, transport_for
-from dbo_fx.comm.gloo import poison
+from dbo_fx.comm import contract, groups, in_flight, register_transport, transport_for
+from dbo_fx.comm.gloo import GlooReference, poison
+from dbo_fx.comm.protocol import DEFAULTS
+from dbo_fx.contracts import CONTRACTS, DEEPEP_LL, GLOO, NCCL, Contract, register_contract
 from dbo_fx.errors import CommunicationError, OptionError
 from rank_pool import RankPool
 
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "transports.md"
+BEGIN, END = (f"<!-- table of contracts: {word} -->\n" for word in ("begin", "end"))
 T, H, K, R = 3, 4, 2, 2
 OPS = torch.ops.dbo_fx
 
@@ -42,8 +48,8 @@ def test_fakes_keep_symbolic_sizes(fake_group: str) -> None:
         buffers = OPS.comm_buffers([fake, gathered], "all_gather", fake_group)
         scattered = OPS.comm_buffers([gathered], "reduce_scatter_sum", fake_group)
         exchanged = OPS.comm_buffers([fake], "all_to_all", fake_group)
-        OPS.dispatch_send([fake], buffers[:1], "all_gather", fake_group, 0)
-        OPS.dispatch_recv(buffers[:1], fake_group, 0)
+        OPS.dispatch_send([fake], buffers[:1], "all_gather", fake_group, "gloo", 0)
+        OPS.dispatch_recv(buffers[:1], fake_group, "gloo", 0)
     assert str(gathered.shape[0]) == f"8*{rows}"
     assert ids.dtype == torch.int64
     assert str(buffers[1].shape[0]) == f"64*{rows}"
@@ -70,10 +76,80 @@ def test_transports_and_contracts() -> None:
     assert contract("nccl").recv_is == "event"
     assert contract("gloo").recv_is == "host"
     assert not contract("gloo").capturable
+    assert transport_for("cpu", "deepep_ll").contract == contract("deepep_ll")
+    assert transport_for("cpu", "deepep_ll") is transport_for("cpu", "deepep_ll")
+    with pytest.raises(CommunicationError, match="'nccl' carries no tensors on 'cpu'"):
+        transport_for("cpu", "nccl")
     with pytest.raises(CommunicationError, match="no transport carries tensors on 'meta'"):
         transport_for("meta")
-    with pytest.raises(OptionError, match=r"unknown transport 'smoke'.*\['gloo', 'nccl'\]"):
+    with pytest.raises(
+        OptionError, match=r"unknown transport 'smoke'.*\['deepep_ll', 'gloo', 'nccl'\]"
+    ):
         contract("smoke")
+
+
+def table(contracts: list[Contract]) -> str:
+    """All fields of the contracts as a Markdown table."""
+    lines = [
+        f"| field | {' | '.join(f'`{c.name}`' for c in contracts)} |",
+        f"|---|{'---|' * len(contracts)}",
+    ]
+    for field in fields(Contract)[1:]:
+        values = " | ".join(f"`{getattr(c, field.name)}`" for c in contracts)
+        lines.append(f"| `{field.name}` | {values} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_document_has_every_contract_and_explains_every_field(
+    request: pytest.FixtureRequest,
+) -> None:
+    contracts = [GLOO, NCCL, DEEPEP_LL]
+    assert [CONTRACTS[c.name] for c in contracts] == contracts
+    text = DOCUMENT.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    shown, after = rest.split(END)
+    if request.config.getoption("--update-golden"):
+        DOCUMENT.write_text(before + BEGIN + table(contracts) + END + after, encoding="utf-8")
+    else:
+        assert shown == table(contracts)
+    for field in fields(Contract):
+        assert f"\n| `{field.name}` | " in after, (
+            f"docs/transports.md does not explain {field.name}"
+        )
+
+
+def test_every_device_has_its_usual_transport() -> None:
+    assert {device: transport_for(device).contract.name for device in DEFAULTS} == DEFAULTS
+
+
+class Renamed(GlooReference):
+    """Gloo under another name."""
+
+    def __init__(self, **changes: Any) -> None:
+        object.__setattr__(self, "contract", replace(GLOO, **changes))
+
+
+def test_a_transport_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm import protocol
+
+    monkeypatch.setattr(protocol, "_TRANSPORTS", dict(protocol._TRANSPORTS))
+    monkeypatch.setitem(CONTRACTS, "mine", replace(GLOO, name="mine"))
+    mine = Renamed(name="mine")
+    register_transport(mine, "cpu")
+    register_transport(mine, "cpu")
+    assert transport_for("cpu", "mine") is mine
+    with pytest.raises(OptionError, match="another transport for 'cpu' is called 'mine'"):
+        register_transport(Renamed(name="mine"), "cpu")
+    with pytest.raises(OptionError, match="another transport is called 'mine'"):
+        register_transport(Renamed(name="mine", max_in_flight=1), "cuda")
+    with pytest.raises(CommunicationError, match="'mine' carries no tensors on 'cuda'"):
+        transport_for("cuda", "mine")
+
+
+def test_a_contract_cannot_be_declared_twice() -> None:
+    register_contract(GLOO)
+    with pytest.raises(OptionError, match="another transport is called 'gloo'"):
+        register_contract(replace(GLOO, max_in_flight=1))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Communication of dispatch and combine. Importing this package registers the `dbo_fx` ops."""
 
 from dbo_fx.comm.ops import InFlight, abandon_in_flight, in_flight
-from dbo_fx.comm.protocol import Transport, transport_for
-from dbo_fx.contracts import Contract, contract
+from dbo_fx.comm.protocol import Transport, register_transport, transport_for
+from dbo_fx.contracts import Contract, contract, register_contract
 
 __all__ = [
     "Contract",
@@ -11,5 +11,7 @@ __all__ = [
     "abandon_in_flight",
     "contract",
     "in_flight",
+    "register_contract",
+    "register_transport",
     "transport_for",
 ]

@@ -34,7 +34,13 @@ class GlooReference:
     contract: Contract = GLOO
 
     def launch(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
     ) -> _Flight:
         """Start the collectives into hidden buffers and poison the visible outputs.
 
@@ -43,6 +49,8 @@ class GlooReference:
             outputs: Visible outputs, one for each input.
             collective: A name in `collectives.COLLECTIVES`.
             group: Name of the process group.
+            slot: Not used: every operation has hidden buffers of its own.
+            name: Not used: gloo reports its errors itself.
 
         Returns:
             The works and the hidden buffers.
@@ -68,6 +76,20 @@ class GlooReference:
             work.wait()
         for visible, real in zip(outputs, flight.hidden, strict=True):
             visible.copy_(real)
+
+    def begin(self, group: str) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of the process group.
+        """
+
+    def realign(self, group: str | None) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of a process group; None for all.
+        """
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:

@@ -26,7 +26,13 @@ class Nccl:
     contract: Contract = NCCL
 
     def launch(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
     ) -> tuple[Tensor, ...]:
         """Enqueue the collectives on the current stream.
 
@@ -35,6 +41,8 @@ class Nccl:
             outputs: Contiguous outputs, one for each input.
             collective: A name in `collectives.COLLECTIVES`.
             group: Name of a process group with an NCCL backend.
+            slot: Not used: outputs are the program's own buffers.
+            name: Not used: NCCL reports its errors itself.
 
         Returns:
             The tensors that the collectives read, to be held until `finish`.
@@ -60,4 +68,18 @@ class Nccl:
         Args:
             flight: What `launch` returned; the caller lets go of it after this.
             outputs: The outputs of the launch.
+        """
+
+    def begin(self, group: str) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of the process group.
+        """
+
+    def realign(self, group: str | None) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of a process group; None for all.
         """

@@ -1,7 +1,12 @@
 """The communication ops of the `dbo_fx` namespace and the table of what is in flight.
 
 Models call `dispatch` and `combine`. The compiler replaces each by `comm_buffers`, a `_send` and a
-`_recv`; `slot` is the microbatch, so that the halves of one operation find each other.
+`_recv`; these carry three things that the compiler decides:
+
+* `transport`: the name of what carries them.
+* `flight`: tells apart the operations of one kind and group that may be in flight together, so that
+  the halves of one operation find each other.
+* `slot`: which of the transport's own buffers the operation uses; None where it has none.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import collectives, groups
-from dbo_fx.comm.protocol import Transport, transport_for
+from dbo_fx.comm.protocol import Transport, realign, transport_for
 from dbo_fx.errors import CommunicationError
 
 _HALVES = ("dispatch", "combine")
-_SEND = "(Tensor[] inputs, Tensor(a!)[] outputs, str collective, str group, int slot) -> ()"
-_RECV = "(Tensor(a!)[] outputs, str group, int slot) -> ()"
+_DECIDED = "str group, str transport, int flight, int? slot=None"
+_SEND = f"(Tensor[] inputs, Tensor(a!)[] outputs, str collective, {_DECIDED}) -> ()"
+_RECV = f"(Tensor(a!)[] outputs, {_DECIDED}) -> ()"
 _SCHEMAS = (
     "dispatch(Tensor x, Tensor ids, Tensor weights, str group) -> (Tensor, Tensor, Tensor)",
     "combine(Tensor y, SymInt num_tokens, str group) -> Tensor",
@@ -36,11 +42,11 @@ class InFlight:
 
     group: str
     kind: str
-    slot: int
+    flight: int
 
     def __str__(self) -> str:
         """Return the form that error messages use."""
-        return f"{self.kind}, slot {self.slot}, group {self.group!r}"
+        return f"{self.kind}, flight {self.flight}, group {self.group!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ class _Operation:
     transport: Transport
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    flight: Any
+    slot: int | None
+    launched: Any
 
 
 _IN_FLIGHT: dict[InFlight, _Operation] = {}
@@ -61,12 +68,20 @@ def in_flight() -> tuple[InFlight, ...]:
     return tuple(_IN_FLIGHT)
 
 
-def abandon_in_flight() -> None:
-    """Forget every un-received operation, after a step that failed half-way.
+def abandon_in_flight(*names: str) -> None:
+    """Forget un-received operations, after a step that failed half-way.
 
-    The other ranks may still wait for this one: use it on all ranks, or before giving up.
+    Transports with buffers of their own are brought back to where a region starts. The other ranks
+    may still wait for this one: use it on all ranks, or before giving up.
+
+    Args:
+        names: Names of the process groups that the step used; none stand for all groups.
     """
-    _IN_FLIGHT.clear()
+    for key in list(_IN_FLIGHT):
+        if not names or key.group in names:
+            del _IN_FLIGHT[key]
+    for name in names or (None,):
+        realign(name)
 
 
 def dispatch(x: Tensor, ids: Tensor, weights: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +148,9 @@ def send(
     outputs: Sequence[Tensor],
     collective: str,
     group: str,
-    slot: int,
+    transport: str,
+    flight: int,
+    slot: int | None = None,
     *,
     kind: str,
 ) -> None:
@@ -144,16 +161,19 @@ def send(
         outputs: What `comm_buffers` gave for them; not readable before the `recv`.
         collective: "all_gather", "reduce_scatter_sum" or "all_to_all".
         group: Name of the process group.
-        slot: The microbatch.
+        transport: Name of what carries it.
+        flight: Number that its recv names too.
+        slot: Which of the transport's own buffers it uses; None where the transport has none.
         kind: "dispatch" or "combine".
 
     Raises:
-        CommunicationError: The slot was sent and not yet received, or the buffers do not fit.
+        CommunicationError: The flight was sent and not yet received, the buffers do not fit, the
+            transport does not carry this device's tensors, or it is another slot's turn.
     """
-    key = InFlight(group, kind, slot)
+    key = InFlight(group, kind, flight)
     if key in _IN_FLIGHT:
         raise CommunicationError(
-            f"{key}: sent twice without a receive in between. Call {kind}_recv for this slot "
+            f"{key}: sent twice without a receive in between. Call {kind}_recv for this flight "
             "first, or abandon_in_flight() after a step that failed."
         )
     if not inputs or len(inputs) != len(outputs):
@@ -161,51 +181,84 @@ def send(
             f"{key}: found {len(inputs)} inputs and {len(outputs)} outputs, wanted one output for "
             "each input and at least one. Pass what comm_buffers returned for these inputs."
         )
-    transport = transport_for(inputs[0].device.type)
-    flight = transport.launch(inputs, outputs, collective, group)
-    _IN_FLIGHT[key] = _Operation(transport, tuple(inputs), tuple(outputs), flight)
+    carrier = transport_for(inputs[0].device.type, transport)
+    _check_slot(key, carrier, slot)
+    launched = carrier.launch(inputs, outputs, collective, group, slot, str(key))
+    _IN_FLIGHT[key] = _Operation(carrier, tuple(inputs), tuple(outputs), slot, launched)
 
 
-def recv(outputs: Sequence[Tensor], group: str, slot: int, *, kind: str) -> None:
+def _check_slot(key: InFlight, carrier: Transport, slot: int | None) -> None:
+    slots = carrier.contract.slots
+    if slots is None and slot is not None:
+        raise CommunicationError(
+            f"{key}: found slot {slot}, but {carrier.contract.name} has no slots. Leave it out."
+        )
+    if slots is not None and slot not in range(slots):
+        raise CommunicationError(
+            f"{key}: found slot {slot}, wanted one of 0..{slots - 1}: the n-th send of a region "
+            f"over a group uses slot n modulo {slots}."
+        )
+
+
+def recv(
+    outputs: Sequence[Tensor],
+    group: str,
+    transport: str,
+    flight: int,
+    slot: int | None = None,
+    *,
+    kind: str,
+) -> None:
     """Retire a sent operation; afterwards its outputs may be read.
 
     Args:
         outputs: The outputs that were given to the `send`.
         group: Name of the process group.
-        slot: The microbatch.
+        transport: Name of what carries it, as given to the `send`.
+        flight: Number that was given to the `send`.
+        slot: The slot that was given to the `send`.
         kind: "dispatch" or "combine".
 
     Raises:
-        CommunicationError: Nothing was sent in this slot, the send had other outputs, or the
-            transport failed.
+        CommunicationError: Nothing was sent under this number, the send had other outputs, another
+            transport or another slot, or the transport failed.
     """
-    key = InFlight(group, kind, slot)
+    key = InFlight(group, kind, flight)
     if key not in _IN_FLIGHT:
         others = "; ".join(map(str, _IN_FLIGHT)) or "nothing"
         raise CommunicationError(
             f"{key}: received without a send. In flight: {others}. Call {kind}_send for this "
-            "slot first."
+            "flight first."
         )
     operation = _IN_FLIGHT[key]
+    carrier = operation.transport.contract.name
     if [_place(t) for t in outputs] != [_place(t) for t in operation.outputs]:
         raise CommunicationError(
             f"{key}: received into other outputs than were sent. Pass the tensors that "
             f"{kind}_send was given."
         )
+    if (transport, slot) != (carrier, operation.slot):
+        raise CommunicationError(
+            f"{key}: received over {transport} in slot {slot}, but sent over {carrier} in slot "
+            f"{operation.slot}. Both halves name the same."
+        )
     del _IN_FLIGHT[key]
     try:
-        operation.transport.finish(operation.flight, outputs)
+        operation.transport.finish(operation.launched, outputs)
+    except CommunicationError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
-            f"{key}: the {operation.transport.contract.name} transport failed: {error}. A rank of "
-            "the group has probably ended; look at that rank's error first."
+            f"{key}: the {carrier} transport failed: {error}. A rank of the group has probably "
+            "ended; look at that rank's error first."
         ) from error
 
 
 def _run(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
     outputs = comm_buffers(inputs, collective, group)
     transport = transport_for(inputs[0].device.type)
-    transport.finish(transport.launch(inputs, outputs, collective, group), outputs)
+    launched = transport.launch(inputs, outputs, collective, group, None, collective)
+    transport.finish(launched, outputs)
     return outputs
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dbo_fx.contracts import Contract
-from dbo_fx.errors import CommunicationError
+from dbo_fx.comm.deepep_ll import LowLatencyTwin
+from dbo_fx.comm.gloo import GlooReference
+from dbo_fx.comm.nccl import Nccl
+from dbo_fx.contracts import Contract, register_contract
+from dbo_fx.errors import CommunicationError, OptionError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +23,13 @@ class Transport(Protocol):
         """What a program may assume."""
 
     def launch(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], collective: str, group: str
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
     ) -> Any:
         """Start `collective` from each input into the output at the same position.
 
@@ -29,6 +38,8 @@ class Transport(Protocol):
             outputs: What `comm_buffers` gave for these inputs; not readable before `finish`.
             collective: A name in `collectives.COLLECTIVES`.
             group: Name of the process group.
+            slot: The slot that the program says; None where the contract has no slots.
+            name: What to call the operation in errors.
 
         Returns:
             Whatever `finish` needs.
@@ -37,30 +48,88 @@ class Transport(Protocol):
     def finish(self, flight: Any, outputs: Sequence[Tensor]) -> None:
         """Retire what `launch` returned; `outputs` hold the result on the consumer's stream."""
 
+    def begin(self, group: str) -> None:
+        """Start a region, a call or a capture, over a group; refuse if it would start wrongly."""
 
-def transport_for(device_type: str) -> Transport:
+    def realign(self, group: str | None) -> None:
+        """Forget what is un-received over a group (None: over all); the next region may begin."""
+
+
+DEFAULTS = {"cpu": "gloo", "cuda": "nccl"}
+_TRANSPORTS: dict[tuple[str, str], Transport] = {
+    ("cpu", "gloo"): GlooReference(),
+    ("cuda", "nccl"): Nccl(),
+    ("cpu", "deepep_ll"): LowLatencyTwin(),
+}
+
+
+def register_transport(transport: Transport, device_type: str) -> None:
+    """Make a transport usable by its contract's name; its contract becomes known too.
+
+    Args:
+        transport: The transport.
+        device_type: What it carries, as in `tensor.device.type`.
+
+    Raises:
+        OptionError: Another transport, or another contract, has this name.
+    """
+    name = transport.contract.name
+    if _TRANSPORTS.get((device_type, name), transport) is not transport:
+        raise OptionError(
+            f"another transport for {device_type!r} is called {name!r}; choose another name"
+        )
+    register_contract(transport.contract)
+    _TRANSPORTS[device_type, name] = transport
+
+
+def transport_for(device_type: str, name: str | None = None) -> Transport:
     """Return the transport that carries tensors of a device type.
 
     Args:
         device_type: "cpu" or "cuda", as in `tensor.device.type`.
+        name: Name of its contract; None for the usual one: the gloo reference for "cpu", NCCL for
+            "cuda".
 
     Returns:
-        The gloo reference for "cpu", NCCL for "cuda".
+        The transport, the same object every time.
 
     Raises:
-        CommunicationError: No transport carries tensors of this device type.
+        CommunicationError: No transport, or not this one, carries tensors of this device type.
     """
-    transports = {"cpu": "gloo", "cuda": "nccl"}
-    if device_type not in transports:
+    if name is None and device_type not in DEFAULTS:
         raise CommunicationError(
-            f"no transport carries tensors on {device_type!r}, only on {sorted(transports)}. "
+            f"no transport carries tensors on {device_type!r}, only on {sorted(DEFAULTS)}. "
             "Move the model and its inputs to one of these."
         )
-    return _transports()[transports[device_type]]
+    wanted = DEFAULTS[device_type] if name is None else name
+    found = _TRANSPORTS.get((device_type, wanted))
+    if found is None:
+        there = sorted(n for device, n in _TRANSPORTS if device == device_type)
+        devices = sorted(device for device, n in _TRANSPORTS if n == wanted)
+        raise CommunicationError(
+            f"transport {wanted!r} carries no tensors on {device_type!r}: its kernels for that "
+            f"device are not part of this version; it is there for {devices}. "
+            f"On {device_type!r} choose one of {there}."
+        )
+    return found
 
 
-def _transports() -> dict[str, Transport]:
-    from dbo_fx.comm.gloo import GlooReference
-    from dbo_fx.comm.nccl import Nccl
+def begin_region(name: str, groups: Iterable[str]) -> None:
+    """Start a call or a capture of a program.
 
-    return {t.contract.name: t for t in (GlooReference(), Nccl())}
+    Args:
+        name: Name of the program's transport.
+        groups: Names of the process groups that it communicates over.
+
+    Raises:
+        CommunicationError: The transport is not where a region starts.
+    """
+    for transport in [t for (_, n), t in _TRANSPORTS.items() if n == name]:
+        for group in groups:
+            transport.begin(group)
+
+
+def realign(group: str | None) -> None:
+    """Let every transport forget what is un-received over a group (None: over all)."""
+    for transport in _TRANSPORTS.values():
+        transport.realign(group)

@@ -16,13 +16,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dbo_fx.comm  # noqa: F401 (registers torch.ops.dbo_fx)
+import dbo_fx
+import dbo_fx.comm  # Registers torch.ops.dbo_fx.
 from dbo_fx.errors import DboError, OptionError, UnsupportedGraphError
 from dbo_fx.integrations.transformers_attention import attention_forward, check_arguments
 
 NAME = "dbo_fx"
 MINIMUM = (5, 17)
 GROUP = "dbo_fx_group"
+# Kernels of transformers' own: attention and matmuls of this rank alone.
+LOCAL_OPS = ("transformers::grouped_mm_fallback", "transformers_msa::sparse_atten")
 
 
 def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -89,6 +92,8 @@ def _register() -> None:
             f"dbo_fx.integrations.transformers needs transformers>={wanted}; found {found}. "
             "Run: pip install --upgrade 'dbo-fx[hf]'"
         )
+    for op in LOCAL_OPS:
+        dbo_fx.register_local(op)
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -1,0 +1,228 @@
+"""What `dbo-fx check` does: certify a program, a schedule or a model, or say why not.
+
+Programs and schedules are checked in the phase model, without torch. Models are compiled for
+pretended ranks, and their own certificate is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from dbo_fx import schedules
+from dbo_fx.certificates import hazards
+from dbo_fx.certificates.counterexample import Counterexample
+from dbo_fx.certificates.of_program import ProgramExecution, execution_of_program
+from dbo_fx.certificates.overlap import overlap_report
+from dbo_fx.certificates.ranks import prove_ranks
+from dbo_fx.contracts import contract
+from dbo_fx.errors import DboError, OptionError, Refutation, VerificationError
+from dbo_fx.ir import Program, parse
+from dbo_fx.ir_bind import bound_program
+from dbo_fx.ir_schedule import significant_lines
+
+LAYERS = 2
+MICROBATCHES = 2
+TRANSPORT = "nccl"
+RANKS = 2
+_HEADER_LINES = 5
+
+
+class Part(Protocol):
+    """One of the things that a certificate consists of."""
+
+    def to_json(self) -> Any:
+        """Plain values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to check.
+
+    Attributes:
+        what: A program file, a schedule's name or file, or `module:callable`.
+        ranks: R, how many ranks run it.
+        captured: It is to run under CUDA graph capture.
+        layers: How many layers to lay a schedule over.
+        microbatches: For schedules that take any number of them.
+        transport: What carries a schedule's communication.
+        schedule: For a model, by name.
+        dim: For a model: dim of the tensor arguments that is split; None where it marks them.
+    """
+
+    what: str
+    ranks: int = RANKS
+    captured: bool = False
+    layers: int | None = None
+    microbatches: int | None = None
+    transport: str | None = None
+    schedule: str | None = None
+    dim: int | None = 0
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it names a callable and not a text."""
+        return ":" in self.what and not self.what.endswith(schedules.SUFFIX)
+
+    def refuse(self, why: str, *names: str) -> None:
+        """Refuse options that mean nothing for what is checked.
+
+        Raises:
+            OptionError: One of the named options is given.
+        """
+        given = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if given:
+            raise OptionError(f"{self.what} is {why}; leave {' and '.join(given)} out")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What came out.
+
+    Attributes:
+        what: What was checked.
+        certificate: Its parts by name; None if it is refused.
+        refusal: Why it is refused.
+        counterexample: The same as a value, where the verifier found one.
+    """
+
+    what: str
+    certificate: Mapping[str, Part] | None
+    refusal: str = ""
+    counterexample: Refutation | None = None
+
+    @property
+    def certified(self) -> bool:
+        """Whether everything was proven."""
+        return self.certificate is not None
+
+    def __str__(self) -> str:
+        """The certificate part by part, or the counterexample."""
+        if self.certificate is None:
+            return self.refusal
+        return "\n".join(f"{name}: {part}" for name, part in self.certificate.items())
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if self.certified:
+            return f"{self.what} is certified"
+        if self.counterexample is not None:
+            return f"{self.what} is refused: {self.counterexample.rule}"
+        return f"{self.what} is refused: {self.refusal.splitlines()[0]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        parts, shown = self.certificate, self.counterexample
+        return {
+            "certified": self.certified,
+            "certificate": parts and {name: part.to_json() for name, part in parts.items()},
+            "counterexample": None if shown is None else shown.to_json(),
+        }
+
+
+# What is proven of a program, in this order; the first refusal ends it.
+PROOFS: dict[str, Callable[[ProgramExecution, Request], Part]] = {
+    "hazards": lambda execution, request: hazards.prove(execution, request.captured),
+    "ranks": lambda execution, request: prove_ranks([execution], ranks=request.ranks),
+    "overlap": lambda execution, _: overlap_report(execution),
+}
+
+
+def check(request: Request) -> Checked:
+    """Certify what is asked for, or refuse it with the shortest counterexample.
+
+    Args:
+        request: What to check, and for what.
+
+    Returns:
+        The certificate or the counterexample.
+
+    Raises:
+        ScheduleError: The text cannot be read or is malformed.
+        OptionError: The options do not fit what is checked, or a model cannot be loaded.
+    """
+    if request.is_model:
+        return check_model(request)
+    request.refuse("no model", "schedule")
+    text = schedules.read(request.what)
+    subject = parse(text, request.what)
+    if not isinstance(subject, Program):
+        transport = contract(request.transport or TRANSPORT)
+        count = request.microbatches
+        if count is None and subject.num_microbatches is None:
+            count = MICROBATCHES
+        layers = LAYERS if request.layers is None else request.layers
+        return check_program(bound_program(subject, layers, transport, count), request)
+    request.refuse("a program already", "layers", "microbatches", "transport")
+    lines = tuple(number for number, _ in significant_lines(text)[_HEADER_LINES:])
+    return check_program(subject, request, lines)
+
+
+def check_program(program: Program, request: Request, lines: tuple[int, ...] = ()) -> Checked:
+    """Certify a program in the phase model.
+
+    Args:
+        program: Any program, also a wrong one.
+        request: Name, ranks and capture.
+        lines: Per step the number of its line in the text.
+
+    Raises:
+        OptionError: No transport has the name in the program's header.
+    """
+    execution = execution_of_program(program)
+    execution = replace(execution, source=Path(request.what).name, lines=lines)
+    try:
+        return Checked(request.what, {n: prove(execution, request) for n, prove in PROOFS.items()})
+    except VerificationError as error:
+        return _refused(request, error)
+
+
+def check_model(request: Request) -> Checked:
+    """Compile a model for pretended ranks and take the certificate of its program.
+
+    Raises:
+        OptionError: The model cannot be loaded, or the options do not fit.
+    """
+    request.refuse("a model", "layers", "microbatches", "transport")
+    # Programs and schedules are checked without torch.
+    from dbo_fx.backend import compile_captured
+    from dbo_fx.capture import trace
+    from dbo_fx.explain import load, pretended_ranks
+    from dbo_fx.options import Options
+
+    options = Options() if request.schedule is None else Options(schedule=request.schedule)
+    with pretended_ranks(request.ranks):
+        try:
+            model, args, kwargs = load(request.what)
+            captured = trace(model, args, kwargs, mark=request.dim)
+        except OptionError:
+            raise
+        except DboError as error:
+            return _refused(request, error)
+        except Exception as error:  # The user's code may fail in any way.
+            raise OptionError(f"{request.what} fails: {type(error).__name__}: {error}") from error
+        try:
+            compiled = compile_captured(captured, options)
+        except OptionError:
+            raise
+        except DboError as error:
+            return _refused(request, error)
+    certificate = compiled.certificate
+    assert isinstance(certificate, hazards.HazardCertificate)
+    if request.captured and not certificate.capturable:
+        return _not_capturable(request, certificate.reason)
+    return Checked(request.what, {"hazards": certificate})
+
+
+def _not_capturable(request: Request, reason: str) -> Checked:
+    fix = "run it eagerly, or over another transport"
+    shown = Counterexample("capture", request.what, None, None, None, reason, fix, "")
+    return Checked(request.what, None, str(shown), shown)
+
+
+def _refused(request: Request, error: DboError) -> Checked:
+    shown = error.counterexample if isinstance(error, VerificationError) else None
+    return Checked(request.what, None, str(error), shown)

@@ -50,19 +50,18 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def certificates(state: State, verify: Verify, ranks: int) -> dict[str, object]:
+def certificates(state: State, verify: Verify) -> dict[str, object]:
     """Make every certificate of a lowered program by itself; seconds of each.
 
     Args:
         state: The state behind `lower`.
         verify: The pass that would make them.
-        ranks: How many ranks run the program.
     """
     from dbo_fx.certificates.hazards import prove
     from dbo_fx.certificates.memory import memory_certificate
     from dbo_fx.certificates.of_graph import execution_of_graph
     from dbo_fx.certificates.overlap import overlap_report
-    from dbo_fx.certificates.ranks import prove_ranks
+    from dbo_fx.certificates.variants import prove_variants
 
     before = resident_gb()
     started = time.perf_counter()
@@ -70,7 +69,7 @@ def certificates(state: State, verify: Verify, ranks: int) -> dict[str, object]:
     seconds = {"read": time.perf_counter() - started}
     parts: dict[str, Callable[[], object]] = {
         "hazards": lambda: prove(execution),
-        "ranks": lambda: prove_ranks([execution], ranks=ranks),
+        "ranks": lambda: prove_variants(state, execution),
         "overlap": lambda: overlap_report(execution),
         "memory": lambda: memory_certificate(state),
     }
@@ -89,14 +88,14 @@ def certificates(state: State, verify: Verify, ranks: int) -> dict[str, object]:
 
 
 @contextmanager
-def certified(ranks: int) -> Iterator[dict[str, object]]:
+def certified() -> Iterator[dict[str, object]]:
     """Beside the `verify` pass, make every certificate by itself and note what it costs."""
     notes: dict[str, object] = {}
     apply = Verify.apply
 
     def noted(verify: Verify, state: State) -> tuple[State, str]:
         started = time.perf_counter()
-        notes.update(certificates(state, verify, ranks))
+        notes.update(certificates(state, verify))
         notes["beside_s"] = time.perf_counter() - started
         return apply(verify, state)
 
@@ -118,7 +117,7 @@ def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
     started = time.perf_counter()
     captured = dbo_fx.trace(model, (), {"input_ids": ids, "use_cache": False}, mark=0)
     traced = time.perf_counter()
-    with certified(ranks) as notes:
+    with certified() as notes:
         compiled = compile_captured(captured, dbo_fx.Options())
     done = time.perf_counter()
     beside = notes.pop("beside_s")

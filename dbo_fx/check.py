@@ -19,7 +19,7 @@ from dbo_fx.certificates.overlap import overlap_report
 from dbo_fx.certificates.ranks import prove_ranks
 from dbo_fx.contracts import contract
 from dbo_fx.errors import DboError, OptionError, Refutation, VerificationError
-from dbo_fx.ir import Program, parse
+from dbo_fx.ir import Program, Schedule, parse_program, parse_schedule
 from dbo_fx.ir_bind import bound_program
 from dbo_fx.ir_schedule import significant_lines
 
@@ -148,7 +148,7 @@ def check(request: Request) -> Checked:
         return check_model(request)
     request.refuse("no model", "schedule")
     text = schedules.read(request.what)
-    subject = parse(text, request.what)
+    subject = _parsed(text, request.what)
     if not isinstance(subject, Program):
         transport = contract(request.transport or TRANSPORT)
         count = request.microbatches
@@ -159,6 +159,14 @@ def check(request: Request) -> Checked:
     request.refuse("a program already", "layers", "microbatches", "transport")
     lines = tuple(number for number, _ in significant_lines(text)[_HEADER_LINES:])
     return check_program(subject, request, lines)
+
+
+def _parsed(text: str, source: str) -> Schedule | Program:
+    """Wrong programs too: to say why they are wrong is what this command is for."""
+    lines = significant_lines(text)
+    if lines and lines[0][1].split()[0] == "program":
+        return parse_program(text, source, allow_wrong=True)
+    return parse_schedule(text, source)
 
 
 def check_program(program: Program, request: Request, lines: tuple[int, ...] = ()) -> Checked:

@@ -170,7 +170,7 @@ class CompiledProgram:
 
         Raises:
             CommunicationError: another thread runs it, or the transport is not where a call starts.
-            VerificationError: a batch of this size needs more memory than `max_memory_ratio` allows.
+            VerificationError: a batch of this size needs more than `max_memory_ratio` allows.
             SoundnessError: this batch size breaks an assumption of the graph, or the split result
                 differed from the unsplit one on the first call: then now and ever after.
         """

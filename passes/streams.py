@@ -142,17 +142,20 @@ def _keep_alive(state: State) -> dict[Node, Node]:
         The recv of every keepalive.
     """
     sends: defaultdict[Any, list[Node]] = defaultdict(list)
-    last_recv: dict[Any, Node] = {}
+    recvs: dict[Any, Node] = {}
+    last: dict[Any, Node] = {}
     for node in state.graph.nodes:
         action = action_of(node)
         if node.target in SENDS and action is not None:
             sends[action.communication].append(node)
         elif action is not None and action.half is Half.RECV:
-            last_recv[action.communication] = node
+            last[action.communication] = node  # The items of what arrives have its tag too.
+            if node.target in RECVS:
+                recvs[action.communication] = node
     kept: dict[Node, Node] = {}
-    for communication, recv in last_recv.items():
+    for communication, recv in recvs.items():
         held = [a for n in sends[communication] for a in tree_leaves(n.args) if isinstance(a, Node)]
-        with state.graph.inserting_after(recv):
+        with state.graph.inserting_after(last[communication]):
             node = state.graph.call_function(sync.keepalive, tuple(dict.fromkeys(held)))
         tag = tag_of(recv)
         assert tag is not None

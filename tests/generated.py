@@ -78,9 +78,21 @@ def random_shape(rng: Random, contract: Contract) -> Shape:
             return shape
 
 
-def random_order(rng: Random, shape: Shape, contract: Contract) -> list[Action]:
-    """A random order that the reference allows and that keeps slots and in-flight limits."""
+def random_order(
+    rng: Random, shape: Shape, contract: Contract, swapped: int | None = None
+) -> list[Action]:
+    """A random order that the reference allows and that keeps slots and in-flight limits.
+
+    Args:
+        rng: Draws.
+        shape: Which actions there are.
+        contract: Gives the limits.
+        swapped: A layer whose attention runs the microbatches in the opposite order, which no
+            cache allows.
+    """
     before = _requirements(shape)
+    if swapped is not None:
+        _swap(before, swapped)
     order: list[Action] = []
     todo = complete(shape)
     flights = Flights(contract)
@@ -106,6 +118,14 @@ def _requirements(shape: Shape) -> dict[Action, set[Action]]:
             assert isinstance(other[1], Action)
             found[other[1]].add(one[1])
     return found
+
+
+def _swap(before: dict[Action, set[Action]], layer: int) -> None:
+    """Turn the cache's order of a layer round, in place."""
+    attention = {a for a in before if a.layer == layer and a.phase in (Phase.A0, Phase.A1)}
+    for action in attention:
+        before[action] -= {a for a in attention if a.microbatch != action.microbatch}
+        before[action] |= {a for a in attention if (a.microbatch or 0) > (action.microbatch or 0)}
 
 
 @dataclass

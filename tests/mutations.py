@@ -461,6 +461,53 @@ def received_data_stays_hidden(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GlooReference, "finish", nothing)
 
 
+@mutation("comm/deepep_ll", "test_deepep_ll.py::test_a_second_send_destroys_the_first_operation")
+def a_send_clears_nothing(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.deepep_ll import _Buffer
+
+    patch.setattr(_Buffer, "receive", nothing)
+
+
+@mutation(
+    "comm/deepep_ll",
+    "test_deepep_ll.py::test_a_send_in_another_slot_is_refused_and_changes_nothing",
+)
+def the_index_is_whatever_the_program_says(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.deepep_ll import LowLatencyTwin
+
+    launch = LowLatencyTwin.launch
+
+    def willing(
+        self: Any, inputs: Any, outputs: Any, collective: str, group: str, slot: Any, name: str
+    ) -> Any:
+        self._buffers[group].index = slot
+        return launch(self, inputs, outputs, collective, group, slot, name)
+
+    patch.setattr(LowLatencyTwin, "launch", willing)
+
+
+@mutation("comm/deepep_ll", "test_deepep_ll.py::test_a_region_starts_at_slot_0_or_is_refused")
+def a_region_starts_anywhere(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.deepep_ll import LowLatencyTwin
+
+    patch.setattr(LowLatencyTwin, "begin", nothing)
+
+
+@mutation("comm/deepep_ll", "test_deepep_ll.py::test_a_region_starts_at_slot_0_or_is_refused")
+def a_failed_step_is_not_realigned(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.comm.deepep_ll import LowLatencyTwin
+
+    patch.setattr(LowLatencyTwin, "realign", nothing)
+
+
+@mutation("streams", "test_deepep_ll.py::test_one_stream_no_events_and_slots_in_turn")
+def every_send_takes_slot_0(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.passes import streams
+
+    give = streams._give_slots
+    patch.setattr(streams, "_give_slots", lambda state, slots: give(state, 1))
+
+
 @mutation(
     "differential",
     "test_differential.py::test_a_graph_that_mixes_rows_is_refused_and_the_rows_are_named",

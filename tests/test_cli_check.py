@@ -13,7 +13,7 @@ pytest.importorskip("typer", reason="the cli extra is not installed")
 from typer.testing import CliRunner, Result
 
 from dbo_fx.cli import app
-from program_edits import bound, moved, without
+from program_edits import bound, doubled, moved, without
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = str(GOLDEN / "saved_program.dbo")
@@ -78,6 +78,22 @@ def test_a_refusal_as_json(damaged):
     for place in ("first", "second"):
         assert lines[shown[place]["line"] - 1].split()[1] == shown[place]["name"]
     assert shown["picture"][1].endswith("<-- here")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        (without(bound(), "comp record e2"), "event"),
+        (doubled(bound(), "comp D_m0.recv@0"), "pairing"),
+        (without(bound(), "comm D_m0.send@0"), "pairing"),
+        (doubled(bound(), "comp MLP_m0@0"), "dependency"),
+    ],
+)
+def test_a_program_that_cannot_be_right_is_refused_and_not_unreadable(wrong, rule, tmp_path):
+    path = tmp_path / "wrong.dbo"
+    path.write_text(str(wrong))
+    done = check(str(path))
+    assert (done.exit_code, done.stderr) == (1, f"dbo-fx check: {path} is refused: {rule}\n")
 
 
 def test_a_program_that_is_to_be_captured():

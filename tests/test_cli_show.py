@@ -94,7 +94,7 @@ def test_one_microbatch_has_no_merge():
         (["sequential", "--microbatches", "2"], "give --layers too"),
         ([PROGRAM, "--layers", "2"], "already unrolled over 1 layers and 2 microbatches"),
         (["sequential", "--layers", "two"], "'--layers'"),
-        ([], "Missing argument 'NAME|FILE.dbo'"),
+        ([], "Missing argument 'NAME|FILE.dbo|DUMP...'"),
     ],
 )
 def test_wrong_input_exits_2_with_one_message(arguments, reason):

@@ -15,7 +15,8 @@ TESTS = Path(__file__).parent
 PYTEST = [sys.executable, "-m", "pytest", "-p", "mutations", "-x", "-o", "addopts="]
 PARTS = {
     "normalize", "regions", "soundness", "positions", "microbatch", "halves", "schedule", "streams",
-    "lower", "verify", "memory", "emit", "comm/gloo", "differential",
+    "lower", "verify", "memory", "emit", "comm/gloo", "comm/deepep_ll",
+    "differential",
 }  # fmt: skip
 
 

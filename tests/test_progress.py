@@ -440,6 +440,16 @@ def test_a_call_is_over_when_the_device_says_so() -> None:
     assert counters.ended(2)
 
 
+def test_a_device_call_that_stops_before_its_last_launch_is_half_way() -> None:
+    counters = DeviceCounters(DEVICE_ORDER, torch.device("cpu"))
+    assert not counters.is_half_way
+    run_call(counters)
+    assert not counters.is_half_way
+    counters.begin()
+    counters.started["comp"] = 1
+    assert counters.is_half_way
+
+
 def test_device_counters_may_be_made_in_inference_mode() -> None:
     counters = DeviceCounters(DEVICE_ORDER, torch.device("cpu"))
     with torch.inference_mode():
@@ -678,8 +688,9 @@ def cuda_model(rank: int, **options: Any) -> tuple[Any, torch.Tensor]:
     torch._dynamo.reset()
     given = {"verify": "static", **options}
     model = PlainMoe(2).to("cuda")
-    compiled = torch.compile(model, backend="dbo_fx", fullgraph=True, options=given)
-    return compiled, rows(6, seed=rank).to("cuda")
+    x = rows(6, seed=rank).to("cuda")
+    torch._dynamo.mark_dynamic(x, 0)
+    return torch.compile(model, backend="dbo_fx", fullgraph=True, options=given), x
 
 
 def run_replays(rank: int) -> tuple[list[int], list[bool], bool]:

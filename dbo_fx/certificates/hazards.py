@@ -156,10 +156,15 @@ def _storages(execution: Execution, order: HappensBefore) -> Iterator[Violation]
     histories: defaultdict[Storage, _History] = defaultdict(_History)
     owned = {s for o in execution.operations if o.kind is Kind.ALLOCATE for s in o.writes}
     covered = {(r.before, r.after) for r in execution.required}
+    writers: defaultdict[tuple[int, Storage | None], list[int]] = defaultdict(list)
+    for need in execution.required:
+        if need.kind == "RAW":
+            writers[need.after, need.storage].append(need.before)
     for index, operation in enumerate(execution.operations):
         for storage in sorted(operation.reads | operation.writes, key=str):
             history = histories[storage]
             yield from _existence(execution, index, storage, history, storage in owned)
+            yield from _overwritten(execution, index, storage, history, writers[index, storage])
             for earlier in _conflicting(history, storage in operation.writes):
                 if (earlier, index) not in covered and not order.before(earlier, index):
                     yield _unordered(execution, earlier, index, storage)
@@ -211,6 +216,21 @@ def _existence(
         text = f"{named(operation)} reads {name}, which nothing writes before it"
         fix = f"run what makes {name} before {label(operation)}"
         yield Violation("dependency", None, index, storage, text, fix)
+
+
+def _overwritten(
+    execution: Execution, index: int, storage: Storage, history: _History, writers: list[int]
+) -> Iterator[Violation]:
+    """What the reference reads is still there: nothing else has landed in the same storage."""
+    last = history.written
+    if last is None or not writers or last in writers or last < max(writers):
+        return
+    operations = execution.operations
+    reader, writer, other = operations[index], operations[max(writers)], operations[last]
+    name = execution.label(storage)
+    text = f"{named(other)} overwrites {name} of {label(writer)} before {named(reader)} reads it"
+    fix = f"give {label(other)} a buffer of its own, or move it behind {label(reader)}"
+    yield Violation("dependency", last, index, storage, text, fix)
 
 
 def _unordered(execution: Execution, earlier: int, index: int, storage: Storage) -> Violation:

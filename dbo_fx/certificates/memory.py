@@ -160,23 +160,27 @@ class _Model:
             during = held - born.get(call.position, 0) + inner
             moments.append(Moment(call.name, call.layer, held, during))
         last = max((s.dies for s in self.unsplit), default=0)
-        peak = max(range(len(moments)), key=lambda i: moments[i].held_bytes, default=None)
+        peak = max(range(len(moments)), key=lambda i: moments[i].during_bytes, default=None)
         return MemoryReport(
             tokens=tokens,
             microbatches=rows,
             curve=tuple(moments),
             unsplit_peak_bytes=max(_curve(self.unsplit, sizes, last), default=0),
-            alive=() if peak is None else self._alive(self.calls[peak].position, sizes),
+            alive=() if peak is None else self._alive(self.calls[peak], moments[peak], sizes),
             uncounted=tuple(dict.fromkeys(sizes.uncounted)),
         )
 
-    def _alive(self, position: int, sizes: _Sizes) -> tuple[Alive, ...]:
-        names = {call.position: call.name for call in self.calls}
-        alive = [s for s in self.program if s.born <= position <= s.dies]
-        alive.sort(key=lambda s: -sizes.of(s))
-        return tuple(
-            Alive(s.name, sizes.of(s), names.get(s.born, ""), _death(s, self.calls)) for s in alive
-        )
+    def _alive(self, call: _Call, moment: Moment, sizes: _Sizes) -> tuple[Alive, ...]:
+        """What is held while a call runs; what it makes itself is one entry."""
+        names = {c.position: c.name for c in self.calls}
+        spans = [s for s in self.program if s.born < call.position <= s.dies]
+        alive = [
+            Alive(s.name, sizes.of(s), names.get(s.born, ""), _death(s, self.calls)) for s in spans
+        ]
+        own = moment.during_bytes - sum(a.bytes for a in alive)
+        if own:
+            alive.append(Alive(f"inside {call.name}", own, call.name, call.name))
+        return tuple(sorted(alive, key=lambda a: -a.bytes))
 
 
 def microbatch_sizes(tokens: int, count: int) -> tuple[int, ...]:

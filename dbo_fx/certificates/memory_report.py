@@ -15,7 +15,7 @@ class Alive:
     """A value that is held at the peak.
 
     Attributes:
-        name: The node that holds it first.
+        name: The node that holds it first; `inside CALL` for all that the peak's call makes itself.
         bytes: Its storage.
         born: The call that creates it.
         dies: The last call that names it (keepalives count with the call before them); None for a
@@ -30,7 +30,8 @@ class Alive:
     def __str__(self) -> str:
         """`add_m0 12.0 KiB (A_m0_l0 to A_m0_l1)`."""
         until = "the end" if self.dies is None else self.dies
-        return f"{self.name} {readable(self.bytes)} ({self.born} to {until})"
+        span = "" if self.born == self.dies else f" ({self.born} to {until})"
+        return f"{self.name} {readable(self.bytes)}{span}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class MemoryReport:
         microbatches: The same of every microbatch.
         curve: Every call, in order.
         unsplit_peak_bytes: The most that the unsplit graph holds, op by op.
-        alive: What is held at the program-level peak, largest first.
+        alive: What is held at the peak, largest first.
         uncounted: Values whose size depends on data, so that nothing counts them.
     """
 
@@ -114,8 +115,8 @@ class MemoryReport:
         raise VerificationError(
             f"memory at {self.tokens} rows: {self.ratio:.2f} times the unsplit graph's, "
             f"max_memory_ratio={largest} allows less: {readable(self.peak_bytes)} in "
-            f"{self.during}, unsplit {readable(self.unsplit_peak_bytes)}. Between calls most is "
-            f"held at {self.held}, {readable(self.held_peak_bytes)}, the largest first:\n{top}\n"
+            f"{self.during}, unsplit {readable(self.unsplit_peak_bytes)}. Alive then, the largest "
+            f"first:\n{top}\n"
             "Choose a schedule with fewer communications in flight, fewer microbatches, or a "
             "larger max_memory_ratio."
         )
@@ -126,7 +127,8 @@ class MemoryReport:
         lines = [
             f"memory at {self.tokens} rows: peak {readable(self.peak_bytes)} in {self.during}, "
             f"{self.ratio:.2f} times the unsplit graph's {readable(self.unsplit_peak_bytes)}",
-            f"  between segments at most {readable(self.held_peak_bytes)}, at {self.held}: {top}",
+            f"  alive then: {top}",
+            f"  between segments at most {readable(self.held_peak_bytes)}, at {self.held}",
         ]
         if self.uncounted:
             lines.append(f"  not counted, their size depends on data: {', '.join(self.uncounted)}")

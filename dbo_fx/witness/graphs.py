@@ -1,9 +1,9 @@
 """The witness for emitted graphs: run them on real tensors, under any legal interleaving.
 
-A first run in host order (`_DryRun`) does what the generated Python does. It finds out, for every
-node, which storages it makes, reads and writes, on which stream, and when Python drops the last
-reference to a storage. Streams and events come from the calls of `runtime` alone; tags are not
-looked at. Then every node that touches memory becomes a deferred task. In a run,
+A first run in host order (`dry_run`) does what the generated Python does. It finds out, for every
+node, which storages it makes, reads and writes, and on which stream. Streams and events come from
+the calls of `runtime` alone; tags are not looked at. Then every node that touches memory becomes a
+deferred task. In a run,
 
 * storages begin as poison, inputs as they were given, so who reads too early reads poison;
 * behind the last use of a storage on the host, a fill with poison is enqueued on the stream that
@@ -21,29 +21,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from dbo_fx import sync
-from dbo_fx.comm import abandon_in_flight, in_flight
-from dbo_fx.comm.protocol import begin_region
+from dbo_fx.comm import abandon_in_flight
 from dbo_fx.contracts import contract
 from dbo_fx.emit import Emit
-from dbo_fx.errors import DboError
 from dbo_fx.ir import COMP
 from dbo_fx.pipeline import State
-from dbo_fx.runtime import Runtime
+from dbo_fx.witness.dry_run import Done, DryRun, is_half, named_arguments
 from dbo_fx.witness.explore import Run
 from dbo_fx.witness.interleave import Cell, Host, Machine, Plan, Task
 from dbo_fx.witness.runs import Outcome, Witness
-from dbo_fx.witness.tensors import bits, copies, flat, poison_for, storage_of, tensors_in
+from dbo_fx.witness.tensors import bits, storage_of, tensors_in
 
 _BUFFERS = torch.ops.dbo_fx.comm_buffers.default
-_HALVES = ("_send", "_recv")
 
 
 @dataclass
@@ -53,28 +49,6 @@ class World:
     problem: str = ""
     results: tuple[bytes, ...] = ()
     done: list[bool] = field(default_factory=list)
-
-
-@dataclass
-class _Done:
-    """What the dry run saw of a node.
-
-    Attributes:
-        stream: Where it was launched.
-        made: Storages that came into being, each with a tensor in it.
-        reads: Storages of its arguments.
-        writes: Those that it changed.
-    """
-
-    stream: str
-    made: dict[int, Tensor]
-    reads: frozenset[int]
-    writes: frozenset[int]
-
-    @property
-    def is_work(self) -> bool:
-        """Whether it touches memory, rather than making a view or a number."""
-        return bool(self.made or self.writes)
 
 
 class GraphWitness(Witness):
@@ -94,8 +68,8 @@ class GraphWitness(Witness):
         reference: GraphModule | State | None = None,
     ) -> None:
         """Do the first run and enqueue everything; needs the process group of the graph."""
-        right = None if reference is None else _DryRun(_module(reference), inputs)
-        self.first = _DryRun(_module(graph), inputs)
+        right = None if reference is None else DryRun(_module(reference), inputs)
+        self.first = DryRun(_module(graph), inputs)
         self.expected = self.first.results if right is None else right.results
         self.plan = Plan(1, _no_exchange)
         _Enqueue(self.first, self.plan).all()
@@ -121,149 +95,18 @@ class GraphWitness(Witness):
             ]
             problem = f"differs from the reference: {', '.join(wrong) or 'number of results'}"
         abandon_in_flight()
-        return Outcome(not problem, hash(world.results), problem, tuple(run.machine.trace))
-
-
-class _DryRun:
-    """Runs a graph in host order and keeps every value."""
-
-    def __init__(self, module: GraphModule, inputs: Sequence[Any]) -> None:
-        self.module = module
-        self.nodes = list(module.graph.nodes)
-        self.inputs = copies(inputs)
-        self.env: dict[Node, Any] = {}
-        self.seen: dict[Node, _Done] = {}
-        self.known: dict[int, Tensor] = {}  # Storages, each with a tensor that holds it.
-        self.saved: dict[int, Tensor] = {}  # What inputs and constants hold before a run.
-        self.problem = ""
-        self.results: tuple[bytes, ...] = ()
-        self.stream = COMP
-        self.regions: set[tuple[str, str]] = set()
-        self.given = iter(self.inputs)
-        abandon_in_flight()
-        self._run()
-        abandon_in_flight()
-        self.written = {s for done in self.seen.values() for s in done.writes if s in self.saved}
-        self.poisons = {s: poison_for(t) for s, t in self.known.items() if s not in self.saved}
-
-    def call(self, node: Node) -> Any:
-        """Do what a node does, with the values as they are now."""
-        args = map_arg(node.args, self.env.__getitem__)
-        kwargs = map_arg(node.kwargs, self.env.__getitem__)
-        if node.op == "call_function":
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
-        if node.op == "call_module":
-            return self.module.get_submodule(str(node.target))(*args, **kwargs)
-        assert node.op == "call_method"
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-
-    def is_runtime(self, node: Node) -> bool:
-        """Whether the node is a call of the runtime."""
-        if node.op != "call_method" or not isinstance(node.args[0], Node):
-            return False
-        return isinstance(self.env.get(node.args[0]), Runtime)
-
-    def reset(self) -> None:
-        """Make memory as it is before a run."""
-        abandon_in_flight()
-        for storage in self.poisons:
-            self.poison(storage)
-        for storage in self.written:
-            flat(self.known[storage]).copy_(self.saved[storage])
-
-    def poison(self, storage: int) -> None:
-        """Overwrite a storage."""
-        flat(self.known[storage]).copy_(self.poisons[storage])
-
-    def left_over(self) -> str:
-        """What a finished run leaves with the transports that it should not."""
-        if in_flight():
-            return f"{in_flight()[0]}: sent and never received"
-        try:
-            for transport, group in self.regions:
-                begin_region(transport, [group])
-        except DboError as error:
-            return f"the next region may not start: {error}"
-        return ""
-
-    def _run(self) -> None:
-        for node in self.nodes:
-            try:
-                with torch.no_grad():
-                    self._node(node)
-            except Exception as error:
-                self.problem = f"{node.name} in host order: {error}"
-                return
-        self.problem = self.left_over()
-
-    def _node(self, node: Node) -> None:
-        if node.op == "placeholder":
-            self.env[node] = self._live_in(next(self.given))
-        elif node.op == "get_attr":
-            self.env[node] = self._live_in(_attribute(self.module, str(node.target)))
-        elif node.op == "output":
-            self.env[node] = map_arg(node.args[0], self.env.__getitem__)
-            self.results = bits(tensors_in((self.env[node], self.inputs)))
-        elif self.is_runtime(node):
-            if node.target == "use":
-                self.stream = str(node.args[1])
-            elif node.target == "begin":
-                self.stream = COMP
-        else:
-            self._call(node)
-
-    def _live_in(self, value: Any) -> Any:
-        for tensor in tensors_in(value):
-            storage = storage_of(tensor)
-            if storage not in self.known:
-                self.known[storage] = tensor
-                self.saved[storage] = flat(tensor).clone()
-        return value
-
-    def _call(self, node: Node) -> None:
-        given = {storage_of(t): t for a in node.all_input_nodes for t in tensors_in(self.env[a])}
-        before = {s: bits([flat(t)]) for s, t in given.items()}
-        value = self.call(node)
-        writes = {s for s, t in given.items() if bits([flat(t)]) != before[s]}
-        writes |= self._declared(node)
-        results = tensors_in(value)
-        made = {storage_of(t): t for t in results if storage_of(t) not in self.known}
-        self.known.update(made)
-        self.env[node] = value
-        self.seen[node] = _Done(
-            self.stream,
-            made,
-            frozenset(given),
-            frozenset(writes),
-        )
-        self._note_region(node)
-
-    def _declared(self, node: Node) -> set[int]:
-        """Storages that an op's schema says it writes; a segment's show in their contents."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return set()
-        found: set[int] = set()
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                real = map_arg(value, self.env.__getitem__)
-                found |= {storage_of(t) for t in tensors_in(real)}
-        return found
-
-    def _note_region(self, node: Node) -> None:
-        if is_half(node):
-            given = _named_arguments(node)
-            if "transport" in given:
-                self.regions.add((given["transport"], given["group"]))
+        digest = blake2b(b"".join(world.results), digest_size=8).digest()
+        return Outcome(not problem, int.from_bytes(digest), problem, tuple(run.machine.trace))
 
 
 class _Enqueue:
     """Turns what a dry run saw into deferred tasks."""
 
-    def __init__(self, first: _DryRun, plan: Plan) -> None:
+    def __init__(self, first: DryRun, plan: Plan) -> None:
         self.first, self.plan = first, plan
         self.host = Host(plan, 0)
         self.stream_of: dict[int, str] = {s: COMP for s in first.saved}
+        self.maker = {s: node.name for node, done in first.seen.items() for s in done.made}
 
     def all(self) -> None:
         dying = self._last_uses()
@@ -282,7 +125,7 @@ class _Enqueue:
             _, event, stream = node.args
             getattr(self.host, str(node.target))(str(stream), int(str(event)))
 
-    def _work(self, node: Node, done: _Done) -> None:
+    def _work(self, node: Node, done: Done) -> None:
         for storage in done.made:
             self.stream_of[storage] = done.stream
         if node.target is sync.keepalive or not done.is_work:
@@ -294,14 +137,14 @@ class _Enqueue:
         act = self._allocate(done) if node.target is _BUFFERS else self._act(node, done)
         self.host.run(done.stream, name, _guarded(name, act), done.reads, cells)
 
-    def _allocate(self, done: _Done) -> Callable[[], None]:
+    def _allocate(self, done: Done) -> Callable[[], None]:
         def act() -> None:
             for storage in done.made:
                 self.first.poison(storage)
 
         return act
 
-    def _act(self, node: Node, done: _Done) -> Callable[[], None]:
+    def _act(self, node: Node, done: Done) -> Callable[[], None]:
         first, made = self.first, set(done.made)
         shown = first.env[node]
         kept = [storage_of(t) in made for t in tensors_in(shown)]
@@ -316,12 +159,9 @@ class _Enqueue:
         return act
 
     def _free(self, storage: int) -> None:
-        name = f"free {self._maker(storage)}"
+        name = f"free {self.maker[storage]}"
         act = _guarded(name, lambda: self.first.poison(storage))
         self.host.run(self.stream_of[storage], name, act, (), [storage])
-
-    def _maker(self, storage: int) -> str:
-        return next(n.name for n, d in self.first.seen.items() if storage in d.made)
 
     def _end(self, node: Node) -> None:
         first, plan, tails = self.first, self.plan, self.host.tails(COMP)
@@ -357,29 +197,15 @@ class _Enqueue:
         return found
 
 
-def is_half(node: Node) -> bool:
-    """Whether the node is a send or a recv of the `dbo_fx` ops."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "dbo_fx":
-        return False
-    return target._schema.name.endswith(_HALVES)
-
-
 def _table_cells(node: Node) -> list[Cell]:
     """The entry of the in-flight table, and the channel of transports with an in-flight limit."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    given = _named_arguments(node)
+    given = named_arguments(node)
     kind = node.target._schema.name.split("::")[1].rsplit("_", 1)[0]
     cells: list[Cell] = [("flight", given["group"], kind, given["flight"])]
     if contract(given["transport"]).max_in_flight is not None:
         cells.append(("channel", given["group"]))
     return cells
-
-
-def _named_arguments(node: Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def _guarded(name: str, act: Callable[[], None]) -> Callable[[World], None]:
@@ -399,13 +225,6 @@ def _guarded(name: str, act: Callable[[], None]) -> Callable[[World], None]:
 
 def _no_exchange(world: Any, parts: Sequence[Task]) -> None:
     raise AssertionError("one rank has nobody to meet")
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _module(graph: GraphModule | State) -> GraphModule:

@@ -57,6 +57,12 @@ def expert_communicator(action: Action) -> str | None:
     return "ep" if action.phase.is_communication else None
 
 
+def value_text(value: Value) -> str:
+    """`h_m0@3`."""
+    name, m, layer = value
+    return name + ("" if m < 0 else f"_m{m}") + ("" if layer < 0 else f"@{layer}")
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the undamaged program computes.

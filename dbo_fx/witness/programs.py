@@ -17,8 +17,9 @@ from dbo_fx import ir
 from dbo_fx.contracts import Contract
 from dbo_fx.contracts import contract as contract_of
 from dbo_fx.witness.explore import Run
-from dbo_fx.witness.hosts import RankHost, Region, World, exchange
+from dbo_fx.witness.hosts import RankHost, Region
 from dbo_fx.witness.interleave import Machine, Plan
+from dbo_fx.witness.memory import World, exchange
 from dbo_fx.witness.model import (
     Communicators,
     Expected,
@@ -102,11 +103,18 @@ class ProgramWitness(Witness):
         self.host_blocks = self.contract.blocks_host
         shape = Shape.of([undamaged] if undamaged else programs)
         self.expected: Expected = reference(shape, ranks, communicator_of)
-        over = {communicator_of(a) for p in programs for a in p.actions} - {None}
+        over = {communicator_of(a) for p in programs for a in p.actions}
+        self.communicators = {c or "" for c in over}
         self.plan = Plan(ranks, exchange)
         self.hosts = [
             RankHost(
-                self.plan, r, shape, self.contract, self.expected, communicator_of, len(over) > 1
+                self.plan,
+                r,
+                shape,
+                self.contract,
+                self.expected,
+                communicator_of,
+                len(over - {None}) > 1,
             )
             for r in range(ranks)
         ]
@@ -118,9 +126,9 @@ class ProgramWitness(Witness):
     def fresh(self, blocking: bool = False) -> Machine:
         """A machine at the start, with memory of its own."""
         channels = {
-            (h.rank, c): Channel(self.contract) for h in self.hosts for c in h.communicators
+            (h.rank, c): Channel(self.contract) for h in self.hosts for c in self.communicators
         }
-        world = World([list(h.memory) for h in self.hosts], channels)
+        world = World([list(h.memory.words) for h in self.hosts], channels)
         machine = Machine(self.plan, world, blocking)
         world.done = machine.done
         return machine

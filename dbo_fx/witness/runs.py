@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from dbo_fx.witness import interleave
+from dbo_fx.witness import choosers
 from dbo_fx.witness.explore import Run, Skeleton, classes
-from dbo_fx.witness.interleave import Chooser, Machine, Plan, Step
+from dbo_fx.witness.interleave import Chooser, Machine, Plan, Step, execute
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Witness(ABC):
     def outcome(self, run: Run) -> Outcome:
         """Compare what a run left with the reference."""
 
-    def run(self, chooser: Chooser = interleave.in_order, blocking: bool = False) -> Outcome:
+    def run(self, chooser: Chooser = choosers.in_order, blocking: bool = False) -> Outcome:
         """Run once.
 
         Args:
@@ -80,7 +80,7 @@ class Witness(ABC):
             blocking: Whether hosts wait for tasks that block them.
         """
         machine = self.fresh(blocking)
-        return self.outcome(Run(machine, interleave.execute(machine, chooser)))
+        return self.outcome(Run(machine, execute(machine, chooser)))
 
     def confirm(self, max_runs: int = 40, seed: int = 0) -> Verdict:
         """Run many interleavings, the most dangerous first, until one fails.
@@ -122,25 +122,25 @@ class Witness(ABC):
         return Skeleton.of(self.plan)
 
     def _choices(self, seed: int) -> Iterator[tuple[Chooser, bool]]:
-        yield interleave.in_order, False
+        yield choosers.in_order, False
         if self.host_blocks:
-            yield interleave.in_order, True
+            yield choosers.in_order, True
         for stream in sorted({stream for _, stream in self.plan.names}):
-            yield interleave.late(stream), False
-            yield interleave.eager(stream), False
+            yield choosers.late(stream), False
+            yield choosers.eager(stream), False
         draw = random.Random(seed)
         pairs = self.skeleton.pairs()
         draw.shuffle(pairs)
         for early, later in pairs:
-            yield interleave.after(early, later), False
-            yield interleave.delayed(early), False
-            yield interleave.hastened(later, self.skeleton.needed(later)), False
+            yield choosers.after(early, later), False
+            yield choosers.delayed(early), False
+            yield choosers.hastened(later, self.skeleton.needed(later)), False
         count = len(self.plan.tasks)
         while True:
-            yield interleave.random(draw.getrandbits(32)), False
-            yield interleave.delayed(draw.randrange(count)), False
+            yield choosers.drawn(draw.getrandbits(32)), False
+            yield choosers.delayed(draw.randrange(count)), False
             index = draw.randrange(count)
-            yield interleave.hastened(index, self.skeleton.needed(index)), False
+            yield choosers.hastened(index, self.skeleton.needed(index)), False
 
     def _unsafe(self, outcome: Outcome, runs: int) -> Verdict:
         return Verdict(False, runs, outcome.problem, self.plan.describe(outcome.steps))

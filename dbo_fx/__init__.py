@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dbo_fx.decision import AgreementPolicy, BatchKind
     from dbo_fx.errors import DboError
     from dbo_fx.features import EngineFeatures
+    from dbo_fx.graph_file import load_graph, save_graph
     from dbo_fx.ir import Program, Schedule
     from dbo_fx.opaque import register_local
     from dbo_fx.options import Options
@@ -39,10 +40,12 @@ __all__ = [
     "compilations",
     "compile_graph",
     "elementwise",
+    "load_graph",
     "register_local",
     "register_rule",
     "replicated",
     "row_wise",
+    "save_graph",
     "trace",
     "wrap",
 ]
@@ -62,10 +65,12 @@ _HOME = {
     "compilations": "backend",
     "compile_graph": "backend",
     "elementwise": "rules",
+    "load_graph": "graph_file",
     "register_local": "opaque",
     "register_rule": "rules",
     "replicated": "rules",
     "row_wise": "rules",
+    "save_graph": "graph_file",
     "trace": "capture",
     "wrap": "wrapping",
 }

@@ -125,14 +125,25 @@ def _dump(compiled: CompiledProgram, base: str | os.PathLike[str]) -> None:
         raise OptionError(f"option dump_dir={str(base)!r} cannot be written: {error}") from error
 
 
-def compile_captured(captured: CapturedGraph, options: Options) -> CompiledProgram:
+def compile_captured(
+    captured: CapturedGraph, options: Options, *, runs: bool = True
+) -> CompiledProgram:
     """Run the whole pipeline on a captured graph, which it takes over.
+
+    Args:
+        captured: The captured graph.
+        options: How to split and schedule.
+        runs: False to look at the program only: then the transport need not carry the graph's
+            device.
 
     Raises:
         DboError: whatever a pass refuses.
     """
     schedule = options.resolved_schedule()
-    transport = contract(_transport_name(captured, options.transport))
+    name = options.transport
+    if runs or name is None:
+        name = _transport_name(captured, name)
+    transport = contract(name)
     pipeline = Pipeline(
         [
             Normalize(),

@@ -11,6 +11,7 @@ Why this route and no functionalisation: `docs/capture.md`.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from dbo_fx.symbols import (
     make_fx,
     preserve_node_meta,
     size_rules,
+    source_name,
 )
 
 MARK_HINT = "Mark the token dim before the first call: torch._dynamo.mark_dynamic(x, 0)."
@@ -52,7 +54,7 @@ class CapturedGraph:
 
     Attributes:
         module: The graph; its placeholders take Dynamo's inputs in Dynamo's order.
-        dynamo: Dynamo's own graph, kept for its names.
+        dynamo: Dynamo's own graph, kept for its names; None for a graph loaded from a file.
         symbol: The size symbol that is split.
         rules: What tracing assumed about that symbol.
         token_inputs: The tensor inputs with that symbol in their shape.
@@ -60,7 +62,7 @@ class CapturedGraph:
     """
 
     module: GraphModule
-    dynamo: GraphModule
+    dynamo: GraphModule | None
     symbol: sympy.Symbol
     rules: SizeRules
     token_inputs: tuple[TokenInput, ...]
@@ -88,6 +90,15 @@ class CapturedGraph:
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
 
+SOURCE = "dbo_fx_source"
+
+
+def source_of(node: Node) -> str | None:
+    """Where Dynamo took a graph input from: `L['self']._parameters['w']`, `L['caches'][0]`."""
+    source: str | None = node.meta.get(SOURCE)
+    return source
+
+
 def value_of(node: Node) -> Any:
     """What tracing saw for a node: a fake tensor, a symbolic or plain number, or a tuple."""
     return node.meta.get("val", node.meta.get("example_value"))
@@ -105,7 +116,7 @@ def where(node: Node) -> str:
 def module_path(node: Node) -> str:
     """The module that called the op, as the user names it: `model.layers.1.mlp.gate`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).removeprefix("L['self']").strip(".") if stack else ""
+    return re.sub(r"^[LG]\['\w+'\]", "", str(stack[-1][0])).strip(".") if stack else ""
 
 
 def from_dynamo(gm: GraphModule, split_dim: int | None = None) -> CapturedGraph:
@@ -349,6 +360,7 @@ def _to_aten(
     for new, old in zip(mine, placeholders, strict=True):
         new.name = new.target = old.name
         new.meta.setdefault("val", value_of(old))
+        new.meta[SOURCE] = source_name(old.meta.get("grapharg"))
     assert isinstance(module, GraphModule)
     _adopt_constants(module, fake_mode)
     return module

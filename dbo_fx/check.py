@@ -6,17 +6,17 @@ pretended ranks, and their own certificate is shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dbo_fx import schedules
 from dbo_fx.certificates import hazards
+from dbo_fx.certificates.certificate import Certificate
 from dbo_fx.certificates.counterexample import Counterexample
-from dbo_fx.certificates.of_program import ProgramExecution, execution_of_program
+from dbo_fx.certificates.of_program import execution_of_program
 from dbo_fx.certificates.overlap import overlap_report
-from dbo_fx.certificates.ranks import prove_ranks
+from dbo_fx.certificates.ranks import prove_plan
 from dbo_fx.contracts import contract
 from dbo_fx.errors import DboError, OptionError, Refutation, VerificationError
 from dbo_fx.ir import Program, Schedule, parse_program, parse_schedule
@@ -28,13 +28,6 @@ MICROBATCHES = 2
 TRANSPORT = "nccl"
 RANKS = 2
 _HEADER_LINES = 5
-
-
-class Part(Protocol):
-    """One of the things that a certificate consists of."""
-
-    def to_json(self) -> Any:
-        """Plain values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +76,13 @@ class Checked:
 
     Attributes:
         what: What was checked.
-        certificate: Its parts by name; None if it is refused.
+        certificate: What was proven; None if it is refused.
         refusal: Why it is refused.
         counterexample: The same as a value, where the verifier found one.
     """
 
     what: str
-    certificate: Mapping[str, Part] | None
+    certificate: Certificate | None
     refusal: str = ""
     counterexample: Refutation | None = None
 
@@ -102,7 +95,7 @@ class Checked:
         """The certificate part by part, or the counterexample."""
         if self.certificate is None:
             return self.refusal
-        return "\n".join(f"{name}: {part}" for name, part in self.certificate.items())
+        return str(self.certificate)
 
     @property
     def summary(self) -> str:
@@ -115,20 +108,12 @@ class Checked:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        parts, shown = self.certificate, self.counterexample
+        proven, shown = self.certificate, self.counterexample
         return {
             "certified": self.certified,
-            "certificate": parts and {name: part.to_json() for name, part in parts.items()},
+            "certificate": None if proven is None else proven.to_json(),
             "counterexample": None if shown is None else shown.to_json(),
         }
-
-
-# What is proven of a program, in this order; the first refusal ends it.
-PROOFS: dict[str, Callable[[ProgramExecution, Request], Part]] = {
-    "hazards": lambda execution, request: hazards.prove(execution, request.captured),
-    "ranks": lambda execution, request: prove_ranks([execution], ranks=request.ranks),
-    "overlap": lambda execution, _: overlap_report(execution),
-}
 
 
 def check(request: Request) -> Checked:
@@ -183,7 +168,9 @@ def check_program(program: Program, request: Request, lines: tuple[int, ...] = (
     execution = execution_of_program(program)
     execution = replace(execution, source=Path(request.what).name, lines=lines)
     try:
-        return Checked(request.what, {n: prove(execution, request) for n, prove in PROOFS.items()})
+        proven = hazards.prove(execution, request.captured)
+        ranks = prove_plan({"split": execution}, ranks=request.ranks)
+        return Checked(request.what, Certificate(proven, ranks, overlap_report(execution)))
     except VerificationError as error:
         return _refused(request, error)
 
@@ -218,11 +205,10 @@ def check_model(request: Request) -> Checked:
             raise
         except DboError as error:
             return _refused(request, error)
-    certificate = compiled.certificate
-    assert isinstance(certificate, hazards.HazardCertificate)
-    if request.captured and not certificate.capturable:
-        return _not_capturable(request, certificate.reason)
-    return Checked(request.what, {"hazards": certificate})
+    proven = compiled.certificate
+    if request.captured and not proven.hazards.capturable:
+        return _not_capturable(request, proven.hazards.reason)
+    return Checked(request.what, proven)
 
 
 def _not_capturable(request: Request, reason: str) -> Checked:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from dbo_fx import ir
 from dbo_fx.agree import Advice, compare_over_store
 from dbo_fx.capture import CapturedGraph
-from dbo_fx.certificates.memory import size_values
+from dbo_fx.certificates.certificate import Certificate
+from dbo_fx.certificates.memory import MemoryCertificate, size_values
 from dbo_fx.certificates.memory_report import MemoryReport
 from dbo_fx.comm.ops import abandon_in_flight
 from dbo_fx.comm.protocol import begin_region
@@ -96,10 +98,11 @@ class CompiledProgram:
         """Wrap the pipeline's last state."""
         assert state.program is not None
         assert state.module is not None
+        assert state.certificate is not None
         self.captured: CapturedGraph = state.captured
         self.program: ir.Program = state.program
         self.module: GraphModule = state.module
-        self.certificate = state.certificate
+        self.certificate: Certificate = state.certificate
         self.reports = reports
         self.options = options
         self.summary = _summary(state)
@@ -162,7 +165,11 @@ class CompiledProgram:
 
     def __str__(self) -> str:
         """Summary, certificate and passes."""
-        lines = [str(self.summary), f"certificate: {self.certificate}", *map(str, self.reports)]
+        lines = [
+            str(self.summary),
+            f"certificate:\n{indent(str(self.certificate), '  ')}",
+            *map(str, self.reports),
+        ]
         return "\n".join(lines)
 
     def __call__(self, *args: Any) -> Any:
@@ -276,23 +283,26 @@ class CompiledProgram:
         Raises:
             OptionError: tracing knew no size, so `tokens` is needed.
         """
-        assert self._state.memory is not None
         if tokens is not None:
-            return self._state.memory.at(tokens)
-        if not self._state.memory.reports:
+            return self._memory.at(tokens)
+        if not self._memory.reports:
             raise OptionError("memory(): no batch size was known while tracing; pass tokens=")
-        return self._state.memory.reports[0]
+        return self._memory.reports[0]
+
+    @property
+    def _memory(self) -> MemoryCertificate:
+        assert isinstance(self.certificate.memory, MemoryCertificate)
+        return self.certificate.memory
 
     def _check_memory(self, args: tuple[Any, ...]) -> None:
         """Refuse a size that the compile could not know of; each is looked at once."""
         if self.options.max_memory_ratio is None:
             return
-        assert self._state.memory is not None
         sizes = size_values(self.captured, args)
         tokens = sizes[self.captured.symbol]
         key = tuple(sorted((str(s), v) for s, v in sizes.items()))
         if key not in self._memory_checked:
-            self._state.memory.at(tokens, sizes).check(self.options.max_memory_ratio)
+            self._memory.at(tokens, sizes).check(self.options.max_memory_ratio)
             self._memory_checked.add(key)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:

@@ -62,3 +62,7 @@ class AgreementError(DboError, RuntimeError):
 
 class ProgressError(DboError, ValueError):
     """A progress dump cannot be read, or is damaged."""
+
+
+class GraphFileError(DboError, ValueError):
+    """A saved graph or program cannot be read, is damaged, or does not fit this process."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Explanation:
                 *notable,
                 "",
                 self.summary,
-                f"certificate: {self.certificate}",
+                f"certificate:\n{indent(self.certificate, '  ')}",
                 "",
                 *self.passes,
             ]

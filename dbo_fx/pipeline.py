@@ -20,7 +20,7 @@ from dbo_fx.errors import DboError
 from dbo_fx.ir import Action, Program
 
 if TYPE_CHECKING:
-    from dbo_fx.certificates.memory import MemoryCertificate
+    from dbo_fx.certificates.certificate import Certificate
     from dbo_fx.passes.sharding import Obligation
 
 log = logging.getLogger("dbo_fx")
@@ -45,8 +45,7 @@ class State:
         program: The bound program with streams and events.
         segments: Submodules of `graph`, by name.
         members: The captured nodes that every call of `graph` stands for, and where they stood.
-        certificate: What `verify` proved; prints as a paragraph.
-        memory: How much memory the program holds, predicted; None before that pass.
+        certificate: What `verify` proved, and from `memory` on the predicted peaks.
         module: The emitted module.
     """
 
@@ -64,8 +63,7 @@ class State:
     program: Program | None = None
     segments: dict[str, GraphModule] = field(default_factory=dict)
     members: dict[Node, tuple[Member, ...]] = field(default_factory=dict)
-    certificate: object = None
-    memory: MemoryCertificate | None = None
+    certificate: Certificate | None = None
     module: GraphModule | None = None
 
 

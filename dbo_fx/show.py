@@ -42,7 +42,7 @@ def program_text(program: Program) -> str:
         The text.
     """
     lines = [f"# digest {program.digest}"]
-    for title, columns in _by_layer(program.actions):
+    for title, columns in by_layer(program.actions):
         lines += ["#", f"# {title}", *(f"# {row}" for row in _draw_bound(columns))]
     return "\n".join([*lines, str(program)])
 
@@ -90,7 +90,7 @@ def program_json(program: Program) -> Rows:
         "digest": program.digest,
         "lanes": [
             {"part": title, **_cells(columns, Action.bound)}
-            for title, columns in _by_layer(program.actions)
+            for title, columns in by_layer(program.actions)
         ],
         "steps": [str(step) for step in program.steps],
     }
@@ -115,11 +115,12 @@ def _draw_bound(columns: Sequence[Column]) -> list[str]:
     return draw(columns, Action.bound).splitlines()
 
 
-def _by_layer(actions: Iterable[Action]) -> list[tuple[str, list[Column]]]:
+def by_layer(actions: Iterable[Action]) -> list[tuple[str, list[Column]]]:
     """Cut the picture where the layer changes; a column is its communication's layer's."""
-    return [(title, list(columns)) for title, columns in groupby(lanes(actions), key=_title)]
+    return [(title, list(columns)) for title, columns in groupby(lanes(actions), key=layer_title)]
 
 
-def _title(column: Column) -> str:
+def layer_title(column: Column) -> str:
+    """`layer 3`, or `tail`."""
     layers = [a.layer for a in column.comm or column.comp if a.layer is not None]
     return f"layer {min(layers)}" if layers else "tail"

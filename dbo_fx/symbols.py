@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +14,40 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard, SLoc
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._sympy import functions as _size_functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
+    "SIZE_FUNCTIONS",
     "ConcreteSizes",
     "FakeTensorMode",
     "SizeRules",
+    "SymbolFacts",
     "are_equal_parts",
     "coefficient",
     "enable_python_dispatcher",
     "expression",
     "fake_mode_of",
+    "fake_storage",
+    "fake_tensor",
     "free_symbols",
     "hint_of",
     "make_fx",
     "preserve_node_meta",
+    "rebuilt_mode",
     "same_storage_key",
     "size_rules",
+    "source_name",
+    "symbol_facts",
     "symint",
 ]
+# Functions of sizes that sympy itself does not have, by name.
+SIZE_FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
+    name: getattr(_size_functions, name) for name in _size_functions.__all__
+}
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:
@@ -164,3 +179,114 @@ class ConcreteSizes:
     def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """A tensor's sizes."""
         return tuple(s if type(s) is int else self.number(s) for s in tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolFacts:
+    """One size symbol, as plain values.
+
+    Attributes:
+        name: Its name.
+        assumes: What sympy may assume of it: a key of `ASSUMPTIONS`.
+        lower: Least value; None for no limit.
+        upper: Largest value; None for no limit.
+        hint: The value that it had when it was traced, if there was one.
+    """
+
+    name: str
+    assumes: str
+    lower: int | None
+    upper: int | None
+    hint: int | None
+
+    @property
+    def symbol(self) -> sympy.Symbol:
+        """The symbol itself."""
+        return sympy.Symbol(self.name, **ASSUMPTIONS[self.assumes])
+
+
+ASSUMPTIONS: dict[str, dict[str, bool]] = {
+    "positive": {"integer": True, "positive": True},
+    "nonnegative": {"integer": True, "nonnegative": True},
+    "integer": {"integer": True},
+    "real": {"real": True},
+}
+
+
+def symbol_facts(shape_env: ShapeEnv, symbol: sympy.Symbol) -> SymbolFacts | None:
+    """What the environment knows of a symbol; None if it is of an unknown kind."""
+    bounds = shape_env.var_to_range[symbol]
+    hint = _hints(shape_env).get(symbol)
+    for name, assumed in ASSUMPTIONS.items():
+        if sympy.Symbol(symbol.name, **assumed) == symbol:
+            lower, upper = (int(b) if b.is_Integer else None for b in (bounds.lower, bounds.upper))
+            return SymbolFacts(symbol.name, name, lower, upper, None if hint is None else int(hint))
+    return None
+
+
+def _hints(shape_env: ShapeEnv) -> dict[sympy.Symbol, Any]:
+    """The values that symbols had when they were traced; torch 2.11 calls the table differently."""
+    name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    hints: dict[sympy.Symbol, Any] = getattr(shape_env, name)
+    return hints
+
+
+def rebuilt_mode(
+    symbols: Iterable[SymbolFacts], guards: Iterable[sympy.Basic]
+) -> tuple[FakeTensorMode, Callable[[sympy.Expr], torch.SymInt | int]]:
+    """A fresh fake mode whose environment knows these symbols and guards.
+
+    Returns:
+        The mode, and a function that makes sizes of its environment from expressions.
+    """
+    shape_env = ShapeEnv()
+    for facts in symbols:
+        lower = -int_oo if facts.lower is None else facts.lower
+        upper = int_oo if facts.upper is None else facts.upper
+        shape_env._update_var_to_range(facts.symbol, ValueRanges(lower, upper))
+        if facts.hint is not None:
+            _hints(shape_env)[facts.symbol] = sympy.Integer(facts.hint)
+    for guard in guards:
+        shape_env.guards.append(ShapeGuard(guard, SLoc(None, None), False))
+
+    def size(expr: sympy.Expr) -> torch.SymInt | int:
+        made: torch.SymInt | int = shape_env.create_symintnode(expr, hint=None)
+        return made
+
+    return FakeTensorMode(shape_env=shape_env), size
+
+
+def fake_storage(size: int | torch.SymInt) -> torch.UntypedStorage:
+    """A storage of this many bytes for `fake_tensor`."""
+    return torch.empty((size,), dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    shape: Any,
+    stride: Any,
+    offset: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor that lies in a `fake_storage`; adds no guard, and no mode may be active.
+
+    A fake tensor is a meta tensor that says another device. It is put together by hand, because
+    an op under the mode takes ten times as long.
+    """
+    tensor = torch.empty(0, dtype=dtype, device="meta")
+    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    return FakeTensor(mode, tensor, device)
+
+
+def source_name(argument: Any) -> str | None:
+    """Where Dynamo took a graph input from (`L['self']._parameters['w']`); None if not known.
+
+    Args:
+        argument: The placeholder's `meta["grapharg"]`.
+    """
+    name = getattr(getattr(argument, "source", None), "name", None)
+    name = name() if callable(name) else name
+    return name if isinstance(name, str) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dbo_fx.ir import Action, Half, Phase
@@ -24,6 +24,7 @@ class Tag:
         half: send or recv, for the two halves of a communication.
         stream: Name of the stream, once assigned.
         role: `compute`, `comm`, `size`, `shared`, `slice`, `merge` or `sync`.
+        rule: Why it belongs there, in words; plays no part in comparisons.
     """
 
     role: str = "compute"
@@ -32,6 +33,7 @@ class Tag:
     microbatch: int | None = None
     half: Half | None = None
     stream: str | None = None
+    rule: str = field(default="", compare=False, repr=False)
 
     @property
     def action(self) -> Action:

@@ -1,7 +1,8 @@
 """Predict how much memory the program holds, and refuse one that holds too much.
 
-needs:    the lowered graph, its effects, the captured graph
-ensures:  `state.memory`; for the traced size, the peak is within `max_ratio` of the unsplit graph's
+needs:    the lowered graph, its effects, the captured graph, `state.certificate`
+ensures:  `state.certificate.memory`; for the traced size, the peak is within `max_ratio` of the
+          unsplit graph's
 before -> after: the graph is not changed
 
 Other sizes are checked when they come (`dbo_fx.compiled`).
@@ -32,7 +33,9 @@ class Memory:
         Raises:
             VerificationError: the peak is too high; the message names who is alive then.
         """
-        certificate = memory_certificate(state)
-        for report in certificate.reports:
+        assert state.certificate is not None
+        memory = memory_certificate(state)
+        for report in memory.reports:
             report.check(self.max_ratio)
-        return replace(state, memory=certificate), str(certificate).splitlines()[0]
+        certificate = replace(state.certificate, memory=memory)
+        return replace(state, certificate=certificate), str(memory).splitlines()[0]

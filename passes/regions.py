@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
+from dbo_fx import phase_rules as rules
 from dbo_fx.attention import core_ends, is_attention_core
 from dbo_fx.capture import is_size_value, value_of, where
 from dbo_fx.communication import (
@@ -36,7 +37,7 @@ from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import free_symbols
-from dbo_fx.tag import Tag, set_tag, tag_of
+from dbo_fx.tag import Tag, retag, set_tag, tag_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ class _Tagger:
         for node in self.nodes:
             if node in self.comm_of:
                 comm = self.comm_of[node]
-                set_tag(node, Tag("comm", comm.phase, comm.layer))
+                rule = rules.SENDS if comm.phase is Phase.D else rules.RETURNS
+                set_tag(node, Tag("comm", comm.phase, comm.layer, rule=rule))
         self._tag_sizes()
         self._tag_shared()
         self.earliest = self._earliest()
@@ -166,7 +168,7 @@ class _Tagger:
         for node in self._untagged():
             tensors = [p for p in node.all_input_nodes if isinstance(value_of(p), torch.Tensor)]
             if not tensors and (is_size_value(value_of(node)) or _is_size_assert(node)):
-                set_tag(node, Tag("size"))
+                set_tag(node, Tag("size", rule=rules.SIZE))
 
     def _tag_shared(self) -> None:
         """Nodes that no token reaches: masks, rope tables, views and casts of weights.
@@ -196,7 +198,7 @@ class _Tagger:
             barred |= spoiled
         for node in candidates:
             if node in shared:
-                set_tag(node, Tag("shared"))
+                set_tag(node, Tag("shared", rule=rules.NO_TOKENS))
 
     def _is_token_free_input(self, node: Node) -> bool:
         return node.op == "placeholder" and self.symbol not in free_symbols(value_of(node))
@@ -249,18 +251,20 @@ class _Tagger:
             assert early <= late, f"{node.name} must run after slot {early} and before {late}"
             layer = late // 4
             if late % 4 == 2:
-                set_tag(node, Tag("compute", Phase.MLP, layer))
+                rule = rules.EXPERTS if early == late else rules.FOR_COMBINE
+                set_tag(node, Tag("compute", Phase.MLP, layer, rule=rule))
             elif early == late or early % 4 == 2:
-                set_tag(node, Tag("compute", Phase.A0, layer))
+                rule = rules.PLAIN if early == late else rules.NOT_COMBINED
+                set_tag(node, Tag("compute", Phase.A0, layer, rule=rule))
             else:
                 flexible.append(node)
         follows = self._attention_layer(self._last_cores())
         for node in flexible:
             layer = self.earliest[node] // 4
             if follows[node] == layer:
-                set_tag(node, Tag("compute", Phase.S, layer))
+                set_tag(node, Tag("compute", Phase.S, layer, rule=rules.BESIDE))
             else:
-                set_tag(node, Tag("compute", Phase.A0, self.latest[node] // 4))
+                set_tag(node, Tag("compute", Phase.A0, self.latest[node] // 4, rule=rules.LATE))
         self._split_attention()
 
     def _last_cores(self) -> dict[int, Node]:
@@ -295,18 +299,22 @@ class _Tagger:
         for layer, nodes in members.items():
             if layer == self.layers:
                 for node in nodes:
-                    set_tag(node, Tag("compute", Phase.TAIL, None))
+                    set_tag(node, Tag("compute", Phase.TAIL, None, rule=_because(node, rules.AFTER)))
                 continue
             cores = [n for n in nodes if is_attention_core(n)]
             if not cores:
+                for node in nodes:
+                    retag(node, rule=_because(node, rules.NO_CORE))
                 continue
             first, last = core_ends(cores[-1])
             inside = set(nodes)
             core = _reached(first & inside, self.users, inside)
             before = _reached(last & inside, self.needs, inside) - core
+            inner = core & _reached(last & inside, self.needs, inside)
             for node in nodes:
                 phase = Phase.A0 if node in before else Phase.A1
-                set_tag(node, Tag("compute", phase, layer))
+                rule = rules.CORE if node in inner else rules.FOR_CORE if node in before else rules.FEEDS
+                set_tag(node, Tag("compute", phase, layer, rule=_because(node, rule)))
 
     def _tag_unread(self) -> None:
         """What nobody in the graph waits for joins the phase of its last predecessor."""
@@ -317,7 +325,14 @@ class _Tagger:
                 phase = Phase.TAIL
             tags = [Tag("compute", phase, None if phase is Phase.TAIL else slot // 4)]
             tags += [t for p in self.needs[node] if (t := tag_of(p)) and t.role == "compute"]
-            set_tag(node, max(tags, key=_rank))
+            set_tag(node, replace(max(tags, key=_rank), rule=rules.UNREAD))
+
+
+def _because(node: Node, rule: str) -> str:
+    """A rule of the split of A, with the rule that put the node into A if that says more."""
+    tag = tag_of(node)
+    more = tag.rule if tag is not None else ""
+    return rule if more in ("", rules.PLAIN) else f"{rule}; {more}"
 
 
 def _reached(

@@ -1,7 +1,7 @@
-"""Prove that the program keeps every order on its streams, and that lifetimes are covered.
+"""Prove that the program has no race, no use of freed memory, and no deadlock over the ranks.
 
 needs:    the lowered graph with markers, `effects` and `members`
-ensures:  a certificate, or a refusal that names the two nodes and the missing order
+ensures:  `state.certificate`, or a refusal that names the two nodes and the missing order
 before -> after: the graph is not changed
 
 The graph is read as an execution (`dbo_fx.certificates.of_graph`); what it must keep is derived
@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dbo_fx.certificates.certificate import Certificate
 from dbo_fx.certificates.hazards import prove
 from dbo_fx.certificates.of_graph import execution_of_graph
+from dbo_fx.certificates.overlap import overlap_report
+from dbo_fx.certificates.variants import prove_variants
 from dbo_fx.contracts import Contract
 from dbo_fx.pipeline import State
 
@@ -35,5 +38,8 @@ class Verify:
         Raises:
             VerificationError: a rule is broken; its `counterexample` says where.
         """
-        certificate = prove(execution_of_graph(state, self.contract).execution)
-        return replace(state, certificate=certificate), str(certificate)
+        execution = execution_of_graph(state, self.contract).execution
+        hazards = prove(execution)
+        ranks = prove_variants(state, execution)
+        certificate = Certificate(hazards, ranks, overlap_report(execution))
+        return replace(state, certificate=certificate), str(hazards)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from dbo_fx.golden_files import Golden
     from rank_pool import RankPool
 
 # transformers looks for torchvision, which no test needs and whose build may not fit torch's.
@@ -39,28 +39,10 @@ def fake_group() -> Iterator[str]:
         yield name
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--update-golden`."""
-    parser.addoption(
-        "--update-golden",
-        action="store_true",
-        help="write what the tests found into tests/golden/ instead of comparing",
-    )
-
-
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(name, text)` compares text with tests/golden/name, or writes it there."""
-    update = request.config.getoption("--update-golden")
-
-    def check(name: str, text: str) -> None:
-        path = Path(__file__).parent / "golden" / name
-        if update:
-            path.write_text(text, encoding="utf-8")
-        assert path.exists(), f"no {path.name} yet: run pytest --update-golden"
-        assert text == path.read_text(encoding="utf-8")
-
-    return check
+def golden(golden: Golden) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares text with tests/golden/name; `--update-golden` writes it."""
+    return lambda name, text: golden.text(text, name=name)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from random import Random
 
 from damage_order import Key, Shape, needed
@@ -90,25 +91,30 @@ def random_order(
         swapped: A layer whose attention runs the microbatches in the opposite order, which no
             cache allows.
     """
+    actions = complete(shape)
     before = _requirements(shape)
     if swapped is not None:
-        _swap(before, swapped)
+        before = _swapped(before, swapped)
+    number = {action: i for i, action in enumerate(actions)}
+    missing = [{number[b] for b in before[a]} for a in actions]
+    todo = list(range(len(actions)))
     order: list[Action] = []
-    todo = complete(shape)
     flights = Flights(contract)
     eager = rng.random()  # How much sends are preferred: it decides how many are in flight.
     while todo:
-        done = set(order)
-        ready = [a for a in todo if before[a] <= done and flights.allows(a)]
-        sends = [a for a in ready if a.half is Half.SEND]
-        action = rng.choice(sends if sends and rng.random() < eager else ready)
-        flights.run(action)
-        order.append(action)
-        todo.remove(action)
+        ready = [i for i in todo if not missing[i] and flights.allows(actions[i])]
+        sends = [i for i in ready if actions[i].half is Half.SEND]
+        chosen = rng.choice(sends if sends and rng.random() < eager else ready)
+        flights.run(actions[chosen])
+        order.append(actions[chosen])
+        todo.remove(chosen)
+        for needs in missing:
+            needs.discard(chosen)
     return order
 
 
-def _requirements(shape: Shape) -> dict[Action, set[Action]]:
+@lru_cache(maxsize=512)
+def _requirements(shape: Shape) -> dict[Action, frozenset[Action]]:
     steps = tuple(Run(COMP, action) for action in complete(shape))
     runs = Program("any", shape.microbatches, shape.layers, "any", (*steps, Merge(COMP)))
     found: dict[Action, set[Action]] = {a: set() for a in runs.actions}
@@ -117,15 +123,20 @@ def _requirements(shape: Shape) -> dict[Action, set[Action]]:
             assert isinstance(one[1], Action)
             assert isinstance(other[1], Action)
             found[other[1]].add(one[1])
-    return found
+    return {action: frozenset(needs) for action, needs in found.items()}
 
 
-def _swap(before: dict[Action, set[Action]], layer: int) -> None:
-    """Turn the cache's order of a layer round, in place."""
+def _swapped(
+    before: dict[Action, frozenset[Action]], layer: int
+) -> dict[Action, frozenset[Action]]:
+    """The requirements with the cache's order of a layer turned round."""
     attention = {a for a in before if a.layer == layer and a.phase in (Phase.A0, Phase.A1)}
+    found = dict(before)
     for action in attention:
-        before[action] -= {a for a in attention if a.microbatch != action.microbatch}
-        before[action] |= {a for a in attention if (a.microbatch or 0) > (action.microbatch or 0)}
+        others = {a for a in attention if a.microbatch != action.microbatch}
+        later = {a for a in others if (a.microbatch or 0) > (action.microbatch or 0)}
+        found[action] = before[action] - others | later
+    return found
 
 
 @dataclass

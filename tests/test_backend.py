@@ -275,6 +275,7 @@ def test_programs_print_readably() -> None:
             "streams",
             "lower",
             "verify",
+            "memory",
             "emit",
         ]
     )

@@ -187,9 +187,10 @@ sys.path.insert(0, {tests!r})
 from dbo_fx.backend import compile_captured, graph_digest
 from dbo_fx.options import Options
 from dbo_fx.passes.lower import structure
-from small_moe import CachedMoe, traced_model
+from small_moe import CachedMoe, fake_ranks, traced_model
 
-compiled = compile_captured(traced_model(CachedMoe, 2).fresh(), Options())
+with fake_ranks():
+    compiled = compile_captured(traced_model(CachedMoe, 2).fresh(), Options())
 print([structure(m.graph) for _, m in sorted(compiled._state.segments.items())])
 print(compiled.program.digest, graph_digest(compiled))
 """

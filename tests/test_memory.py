@@ -160,6 +160,27 @@ def test_segments_are_measured_once_each() -> None:
     )
 
 
+@pytest.mark.parametrize("model", [PlainMoe, CachedMoe, TwoLaunches])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_with_measured_segments_the_whole_peak_is_exact(
+    model: type[PlainMoe], schedule: str
+) -> None:
+    """The module's own Python runs here, and every op that allocates is followed."""
+    with one_rank():
+        trace, state = lowered(model, 2, schedule)
+        certificate = memory_certificate(state)
+        measured = {n: measure_segments(state, n) for n in (6, 9)}
+        module = Emit().apply(state)[0].module
+        assert module is not None
+        for count in (6, 9):
+            args = trace.args(count)
+            live = LiveStorages(args)
+            with torch.no_grad(), live:
+                module(*args)
+            report = certificate.with_measured(measured[count]).at(count)
+            assert report.peak_bytes == live.peak_bytes
+
+
 def test_a_segment_of_plain_ops_is_measured_as_computed() -> None:
     with one_rank():
         _, state = lowered(TwoLaunches, 1, "mlp_shared_overlap")
@@ -173,9 +194,11 @@ def test_a_segment_of_plain_ops_is_measured_as_computed() -> None:
 
 def test_a_ratio_above_the_limit_is_refused() -> None:
     with one_rank():
-        _, state = lowered(PlainMoe, 2, "mlp_shared_overlap")
+        state = run_passes(traced_model(PlainMoe, 2, 1).fresh(), "verify")
         ratio = memory_certificate(state).reports[0].ratio
-        assert Memory(ratio).apply(state)[0].memory is not None
+        certificate = Memory(ratio).apply(state)[0].certificate
+        assert certificate is not None
+        assert certificate.memory is not None
         with pytest.raises(VerificationError) as caught:
             Memory(ratio - 0.01).apply(state)
     text = str(caught.value)

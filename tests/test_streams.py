@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,13 @@ from small_moe import (
     traced,
     traced_model,
 )
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """What the ranks enqueue is compared, so their group must be known."""
+    with fake_ranks():
+        yield
 
 
 def streamed(
@@ -149,8 +156,7 @@ class Overwrites(PlainMoe):
 
 
 def test_one_event_serves_several_dependencies() -> None:
-    with fake_ranks():
-        trace = traced(Overwrites(), (rows(),))
+    trace = traced(Overwrites(), (rows(),))
     state = run_passes(trace.fresh(), "streams")
     assert any(d.kind == "WAR" for d in state.dependencies)
     assert len(nodes_of(state.graph, sync.record)) == 8

@@ -15,8 +15,7 @@ from dbo_fx.passes.schedule import action_of
 from dbo_fx.passes.streams import RECVS, SENDS
 from dbo_fx.pipeline import State
 from dbo_fx.tag import Tag, set_tag
-from dbo_fx.witness import Verdict, choosers
-from dbo_fx.witness.graphs import GraphWitness
+from dbo_fx.witness import GraphWitness, Verdict, choosers
 from small_moe import (
     CachedMoe,
     PlainMoe,

@@ -6,11 +6,17 @@ Everything else knows a process group by its name, the string that functional co
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 from torch.distributed import distributed_c10d
 
 from dbo_fx.errors import CommunicationError
@@ -99,3 +105,16 @@ def backend_name(name: str, device_type: str) -> str | None:
 def is_fake(name: str) -> bool:
     """Tell whether the group only pretends to communicate (torch's "fake" backend)."""
     return str(dist.get_backend(process_group(name))).lower() == "fake"
+
+
+@contextmanager
+def aliases(names: Sequence[str]) -> Iterator[None]:
+    """Let the default group answer to these names too; for graphs that other processes captured."""
+    group = distributed_c10d._get_default_group()
+    for name in names:
+        _register_process_group(cast(Any, name), group)
+    try:
+        yield
+    finally:
+        for name in names:
+            _unregister_process_group(cast(Any, name))

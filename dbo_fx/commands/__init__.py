@@ -1,0 +1,1 @@
+"""The commands of `dbo-fx`, one file each; `frame` holds what they share."""

@@ -1,0 +1,115 @@
+"""The pytest plugin: golden files, pretended ranks and what a test compiled; see `docs/testing.md`.
+
+Found through its entry point wherever dbo_fx is installed. Loading it costs next to nothing and
+imports no torch; `-p no:dbo_fx` leaves it out. A project's own option or fixture of the same name
+goes before the plugin's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from dbo_fx.golden_files import Golden
+    from dbo_fx.testing import CompiledPrograms
+
+_UPDATE, _UNUSED = "--update-golden", "--unused-golden"
+_USED_FILE, _WRITTEN_FILE = "dbo_fx_golden", "dbo_fx_golden_written"
+_OPTIONS = {
+    _UPDATE: "write what the tests found into golden/ beside them instead of comparing",
+    _UNUSED: "list the files in golden/ that no test of this run used (dbo_fx)",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(parser: pytest.Parser) -> Iterator[None]:
+    """Add the options that the project's conftest has not defined."""
+    result = yield
+    group = parser.getgroup("dbo_fx")
+    for name, text in _OPTIONS.items():
+        try:
+            group.addoption(name, action="store_true", help=text)
+        except ValueError:  # The project has an option of this name: leave it alone.
+            continue
+    return result
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Golden files of this test: `golden(program)`, `.lanes()`, `.diff()`, `.text()`."""
+    from dbo_fx.golden_files import FOLDER, Golden
+
+    def note(path: Path, written: bool) -> None:
+        # What a test process writes into its reports reaches the one that prints the summary.
+        if config.getoption(_UNUSED):
+            request.node.user_properties.append((_USED_FILE, str(path)))
+        if written:
+            request.node.user_properties.append((_WRITTEN_FILE, str(path)))
+
+    config = request.config
+    folder = request.path.parent / FOLDER
+    return Golden(folder, request.node.nodeid, bool(config.getoption(_UPDATE)), note)
+
+
+@pytest.fixture
+def pretended_ranks(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a default process group of two ranks, of which one is this and one pretended.
+
+    Another number: `@pytest.mark.parametrize("pretended_ranks", [4], indirect=True)`.
+    """
+    from dbo_fx.testing import pretended_ranks as pretended
+
+    with pretended(getattr(request, "param", 2)) as name:
+        yield name
+
+
+@pytest.fixture
+def compiled_programs() -> CompiledPrograms:
+    """The programs compiled since the test began; Dynamo forgets what it compiled before."""
+    import torch
+
+    from dbo_fx.testing import CompiledPrograms
+
+    torch._dynamo.reset()
+    return CompiledPrograms()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what was written, and what was not used."""
+    asked = config.getoption(_UNUSED, False)
+    if not (asked or config.getoption(_UPDATE, False)):
+        return
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if hasattr(r, "nodeid")]
+    files = {name: set[Path]() for name in (_USED_FILE, _WRITTEN_FILE)}
+    for report in reports:
+        for name, value in getattr(report, "user_properties", ()):
+            if name in files:
+                files[name].add(Path(value))
+    lists = {"golden files written": files[_WRITTEN_FILE]}
+    if asked:
+        lists["golden files that no test of this run used"] = _beside(
+            config.rootpath, [report.nodeid for report in reports]
+        ).difference(files[_USED_FILE])
+    for title, paths in lists.items():
+        if paths:
+            terminalreporter.section(title)
+            for path in sorted(paths):
+                terminalreporter.line(_relative(path, config.invocation_params.dir))
+
+
+def _beside(root: Path, tests: list[str]) -> set[Path]:
+    """All golden files beside the files of tests."""
+    from dbo_fx.golden_files import FOLDER
+
+    folders = {(root / test.partition("::")[0]).parent / FOLDER for test in tests}
+    return {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def _relative(path: Path, start: Path) -> str:
+    return str(path.relative_to(start)) if path.is_relative_to(start) else str(path)

@@ -1,0 +1,229 @@
+"""Graphs of subjects: captured from a model or a config for pretended ranks, or read from a file.
+
+Nothing runs: the model may live on the meta device, and the process group only pretends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbo_fx.backend import compile_captured
+from dbo_fx.capture import CapturedGraph, trace, value_of
+from dbo_fx.comm import groups
+from dbo_fx.communication import is_launch, launch_of
+from dbo_fx.compiled import CompiledProgram
+from dbo_fx.errors import CommunicationError, DboError, OptionError
+from dbo_fx.options import Options
+from dbo_fx.subjects import RANKS, TRANSPORT, Request
+from dbo_fx.symbols import expression
+
+TARGET = "module:callable"
+Say = Callable[[str], None]
+
+
+def _silent(text: str) -> None:
+    """Take a line and say nothing."""
+
+
+@contextmanager
+def captured_subject(request: Request, say: Say = _silent) -> Iterator[CapturedGraph]:
+    """The captured graph of a graph file, a model or a config; its process group exists meanwhile.
+
+    Args:
+        request: A request of another kind than `text`.
+        say: Called with what is being done.
+
+    Raises:
+        OptionError: An option does not fit, or the user's code fails.
+        GraphFileError: The file is damaged.
+        DboError: The model is refused.
+    """
+    kind = request.kind
+    assert kind != "text", f"{request.what} has no graph"
+    if kind == "graph":
+        request.refuse("a saved graph", "layers", "dim")
+        with _from_file(request, say) as captured:
+            yield captured
+        return
+    if kind == "config":
+        request.refuse("a config, split along the batch", "dim")
+    else:
+        request.refuse("a model", "layers")
+    with pretended_ranks(RANKS if request.ranks is None else request.ranks):
+        try:
+            yield _from_model(request, say)
+        finally:
+            torch._dynamo.reset()
+
+
+@contextmanager
+def compiled_subject(request: Request, say: Say = _silent) -> Iterator[CompiledProgram]:
+    """The compiled program of a graph file, a model or a config.
+
+    Raises:
+        OptionError: See `captured_subject`.
+        GraphFileError: See `captured_subject`.
+        DboError: The model is refused.
+    """
+    options = options_of(request)
+    with captured_subject(request, say) as captured:
+        say("splitting, scheduling and proving")
+        yield compile_captured(captured, options, runs=False)
+
+
+def options_of(request: Request) -> Options:
+    """How a graph is split and scheduled.
+
+    A config names no device that would say what carries its communication: then it is NCCL.
+
+    Raises:
+        OptionError: A value is none of those allowed.
+    """
+    given: dict[str, Any] = {}
+    if request.schedule is not None:
+        given["schedule"] = request.schedule
+    if request.microbatches is not None:
+        given["num_microbatches"] = request.microbatches
+    transport = TRANSPORT if request.kind == "config" else None
+    return Options(**given, transport=request.transport or transport)
+
+
+@contextmanager
+def pretended_ranks(ranks: int) -> Iterator[None]:
+    """A default process group of `ranks` ranks that communicates with nobody."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise OptionError(
+            "this makes a process group of its own, but one is initialised already; use a process "
+            "without one"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _from_model(request: Request, say: Say) -> CapturedGraph:
+    dim = 0 if request.dim is None else request.dim
+    say("building the model")
+    try:
+        if request.kind == "config":
+            from dbo_fx.integrations.transformers_config import build
+
+            model, args, kwargs = build(request.what, request.layers)
+        else:
+            model, args, kwargs = load(request.what)
+        say("tracing the model")
+        return trace(model, args, kwargs, mark=None if dim < 0 else dim)
+    except DboError:
+        raise
+    except ModuleNotFoundError as error:
+        raise OptionError(f"{request.what} needs a module that is missing: {error}") from error
+    except Exception as error:  # The user's code may fail in any way.
+        first = f"{error}".strip().splitlines() or [""]
+        raise OptionError(f"{request.what} fails: {type(error).__name__}: {first[0]}") from error
+
+
+def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Import and call `module:callable`.
+
+    Raises:
+        OptionError: says what is missing, or what came back instead.
+    """
+    module_name, colon, name = target.partition(":")
+    if not colon or not module_name or not name:
+        raise OptionError(f"{target!r} is not {TARGET}, for example my_model:build")
+    function = _imported(target, module_name, name)
+    found = function()
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise OptionError(
+            f"{target}() returned {type(found).__name__}, wanted (model, args) or "
+            "(model, args, kwargs)"
+        )
+    model, args = found[0], found[1]
+    kwargs = found[2] if len(found) == 3 else {}
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
+        raise OptionError(f"{target}(): args must be a tuple and kwargs a dict")
+    if isinstance(model, torch.nn.Module):
+        model = model.eval().requires_grad_(False)
+    return model, tuple(args), dict(kwargs)
+
+
+def _imported(target: str, module_name: str, name: str) -> Callable[[], Any]:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # As `python -m` does: modules of the current folder come first.
+    try:
+        function = importlib.import_module(module_name)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(f"{target!r} cannot be loaded: {error}") from error
+    except Exception as error:  # The user's module may fail in any way.
+        what = f"{type(error).__name__}: {error}"
+        raise OptionError(f"{target!r} cannot be loaded: {module_name} fails: {what}") from error
+    if not callable(function):
+        raise OptionError(f"{target!r} is a {type(function).__name__}, wanted a callable")
+    made: Callable[[], Any] = function
+    return made
+
+
+@contextmanager
+def _from_file(request: Request, say: Say) -> Iterator[CapturedGraph]:
+    from dbo_fx.graph_file import load_graph
+
+    say("reading the graph")
+    captured = load_graph(os.fspath(request.what))
+    ranks, names = ranks_of(captured)
+    given = request.ranks
+    if ranks is not None and given not in (None, ranks):
+        raise OptionError(f"{request.what} was captured on {ranks} ranks, not on {given}")
+    with pretended_ranks(ranks or given or RANKS), _also_named(names):
+        yield captured
+
+
+def ranks_of(captured: CapturedGraph) -> tuple[int | None, tuple[str, ...]]:
+    """How many ranks a graph was captured on, and the names of its groups.
+
+    Returns:
+        R as the gathered sizes show it, None if none shows; the names in order of appearance.
+
+    Raises:
+        UnsupportedGraphError: A launch is none that can be read.
+    """
+    names: dict[str, None] = {}
+    found: set[int] = set()
+    for node in captured.graph.nodes:
+        if not is_launch(node):
+            continue
+        launch = launch_of(node)
+        names.setdefault(launch.group)
+        if launch.collective == "all_gather":
+            here = expression(value_of(launch.inputs[0]).shape[0])
+            there = expression(value_of(launch.results[0][0]).shape[0])
+            ratio = there / here
+            if ratio.is_Integer:
+                found.add(int(ratio))
+    return max(found, default=None), tuple(names)
+
+
+@contextmanager
+def _also_named(names: Iterable[str]) -> Iterator[None]:
+    """Give the pretended group these names too, for graphs of other processes' groups."""
+    missing = []
+    for name in names:
+        try:
+            groups.process_group(name)
+        except CommunicationError:
+            missing.append(name)
+    with groups.aliases(missing):
+        yield

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ from damage_graphs import (  # noqa: E402
 )
 from damage_judges import refusal, witness_of  # noqa: E402
 from dbo_fx.witness import Witness, choosers  # noqa: E402
-from generated import case  # noqa: E402
+from generated import Case, case  # noqa: E402
 from generated_graphs import KINDS, graph_case  # noqa: E402
 from small_moe import one_rank  # noqa: E402
 
@@ -102,22 +103,22 @@ def program_case(number: int) -> Result:
         wrong, runs = _looked_for(witness, refused, rng)
         return Result(number, "program", base.contract.name, "", "", refused, wrong, runs)
     damage = mutant.damage
-    more = {
+    more: dict[str, Any] = {
         "captured": damage.captured,
         "completed": damage.completed,
         "communicators": damage.communicators,
     }
-    refused = refusal(mutant.programs, base.contract, **more)  # type: ignore[arg-type]
-    witness = witness_of(mutant.programs, base.contract, base.program, **more)  # type: ignore[arg-type]
+    refused = refusal(mutant.programs, base.contract, **more)
+    witness = witness_of(mutant.programs, base.contract, base.program, **more)
     wrong, runs = _looked_for(witness, refused, rng)
     name, expected = mutant.operator, str(damage.expected)
     return Result(number, "program", base.contract.name, name, expected, refused, wrong, runs)
 
 
-def _damaged(rng: Random, base: object) -> Mutant | None:
+def _damaged(rng: Random, base: Case) -> Mutant | None:
     """A mutant by the first operator, of a random order, that finds something to damage."""
     for name in rng.sample(sorted(OPERATORS), 5):
-        for mutant in mutants(name, base, rng):  # type: ignore[arg-type]
+        for mutant in mutants(name, base, rng):
             return mutant
     return None
 

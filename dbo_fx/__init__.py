@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dbo_fx.opaque import register_local
     from dbo_fx.options import Options
     from dbo_fx.rules import elementwise, register_rule, replicated, row_wise
+    from dbo_fx.saved import load, save
     from dbo_fx.split import SplitSpec
     from dbo_fx.wrapping import wrap
 
@@ -40,11 +41,13 @@ __all__ = [
     "compilations",
     "compile_graph",
     "elementwise",
+    "load",
     "load_graph",
     "register_local",
     "register_rule",
     "replicated",
     "row_wise",
+    "save",
     "save_graph",
     "trace",
     "wrap",
@@ -65,11 +68,13 @@ _HOME = {
     "compilations": "backend",
     "compile_graph": "backend",
     "elementwise": "rules",
+    "load": "saved",
     "load_graph": "graph_file",
     "register_local": "opaque",
     "register_rule": "rules",
     "replicated": "rules",
     "row_wise": "rules",
+    "save": "saved",
     "save_graph": "graph_file",
     "trace": "capture",
     "wrap": "wrapping",

@@ -27,6 +27,7 @@ from dbo_fx.errors import (
     ScheduleError,
     SoundnessError,
     UnsupportedGraphError,
+    VerificationError,
 )
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
@@ -106,7 +107,7 @@ def dbo_fx(
     return compiled
 
 
-_NOT_SPLIT = (UnsupportedGraphError, SoundnessError, ScheduleError)
+_NOT_SPLIT = (UnsupportedGraphError, SoundnessError, ScheduleError, VerificationError)
 
 
 def _compare(groups: set[str], plan: str, options: Options) -> None:

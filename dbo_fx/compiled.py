@@ -133,6 +133,11 @@ class CompiledProgram:
         )
 
     @property
+    def refused(self) -> str | None:
+        """Why the program runs no more, if a test of its first call failed."""
+        return self._refused
+
+    @property
     def obligations(self) -> tuple[Obligation, ...]:
         """What the soundness pass left to the row-dependence test."""
         return self._state.obligations

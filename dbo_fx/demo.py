@@ -7,9 +7,11 @@ also captured in one CUDA graph.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.fx import GraphModule
 
 import dbo_fx
 from dbo_fx.demo_text import SEQUENCE_BYTES, SEQUENCES, cut, read_text
+from dbo_fx.errors import OptionError
 from dbo_fx.ir import Action, Program, draw, lanes
 from dbo_fx.launch import run_ranks
 from dbo_fx.models import DEMO_CONFIG
@@ -54,15 +57,50 @@ class Outcome:
         return self.identical and self.replay_identical is not False
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the whole demo found.
+
+    Attributes:
+        backend: What carried the communication.
+        outcomes: What each rank found.
+        written: The files that rank 0 wrote.
+    """
+
+    backend: str
+    outcomes: tuple[Outcome, ...]
+    written: tuple[Path, ...]
+
+    @property
+    def code(self) -> int:
+        """0, or 1 if a result that must be bit-identical is not, on any rank."""
+        return 0 if all(outcome.ok for outcome in self.outcomes) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "ok": self.code == 0,
+            "backend": self.backend,
+            "ranks": [asdict(outcome) for outcome in self.outcomes],
+            "written": [str(path) for path in self.written],
+        }
+
+
 def main(output: str | None = None) -> int:
+    """Run the demo and print what came out; returns the exit code. Arguments as for `run`."""
+    return run(output).code
+
+
+def run(output: str | None = None, *, quiet: bool = False) -> Findings:
     """Run the demo on this host and print what came out.
 
     Args:
         output: Folder for the captured graph, the program and readable Python; default
             `dbo_fx_demo` in the current folder.
+        quiet: Print to stderr, so that stdout is free for data.
 
     Returns:
-        0, or 1 if a result that must be bit-identical is not, on any rank.
+        What all ranks found.
 
     Raises:
         RankError: A rank raised; the message begins with that rank's own traceback.
@@ -70,18 +108,36 @@ def main(output: str | None = None) -> int:
     """
     text, source = read_text()
     folder = Path(output or OUTPUT)
+    _check_folder(folder)
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= RANKS
     backend = "nccl" if gpus else "gloo"
-    _say(f"model: DeepSeek-V3 in small ({DEMO_CONFIG.name}), random weights from a fixed seed")
-    _say(f"ranks: {RANKS}, each with half of the experts, over {backend}")
-    _say(
-        f"input: {source}, {len(text)} bytes; each rank reads {SEQUENCES} sequences of "
-        f"{SEQUENCE_BYTES} bytes and splits them into two microbatches"
-    )
-    outcomes = run_ranks(
-        run_rank, RANKS, ([text] * RANKS, str(folder)), backend=backend, timeout_s=TIMEOUT_S
-    )
-    return report(outcomes, folder)
+    with _printing(quiet):
+        _say(f"model: DeepSeek-V3 in small ({DEMO_CONFIG.name}), random weights from a fixed seed")
+        _say(f"ranks: {RANKS}, each with half of the experts, over {backend}")
+        _say(
+            f"input: {source}, {len(text)} bytes; each rank reads {SEQUENCES} sequences of "
+            f"{SEQUENCE_BYTES} bytes and splits them into two microbatches"
+        )
+        arguments = ([text] * RANKS, str(folder), quiet)
+        outcomes = run_ranks(run_rank, RANKS, arguments, backend=backend, timeout_s=TIMEOUT_S)
+        report(outcomes, folder)
+    return Findings(backend, tuple(outcomes), _files(folder))
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written before anything takes time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--output {folder} cannot be written: {error.strerror}") from error
+
+
+def _printing(quiet: bool) -> AbstractContextManager[Any]:
+    return redirect_stdout(sys.stderr) if quiet else nullcontext()
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(path for path in folder.rglob("*") if path.is_file()))
 
 
 def report(outcomes: Sequence[Outcome], folder: Path) -> int:
@@ -111,7 +167,7 @@ def report(outcomes: Sequence[Outcome], folder: Path) -> int:
         scale += "; bfloat16, so near-ties between experts may fall the other way"
     print(f"largest difference to unsplit eager: {worst.unsplit:.2e} ({scale})")
     print("written:")
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in _files(folder):
         print(f"  {path}")
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
@@ -156,18 +212,23 @@ def microbatched(model: Call, tokens: Tensor) -> Tensor:
     return torch.cat([model(tokens[:half]), model(tokens[half:])])
 
 
-@torch.no_grad()
-def run_rank(rank: int, texts: Sequence[bytes], folder: str) -> Outcome:
+def run_rank(rank: int, texts: Sequence[bytes], folder: str, quiet: bool = False) -> Outcome:
     """Run the demo's part of one rank; rank 0 prints.
 
     Args:
         rank: This rank.
         texts: The text of each rank.
         folder: Where rank 0 writes its artifacts.
+        quiet: Print to stderr.
 
     Returns:
         What this rank found.
     """
+    with _printing(quiet), torch.no_grad():
+        return _run_rank(rank, texts, folder)
+
+
+def _run_rank(rank: int, texts: Sequence[bytes], folder: str) -> Outcome:
     say = _say if rank == 0 else _silent
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -6,27 +6,23 @@ group only pretends.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dbo_fx.backend import compile_captured
-from dbo_fx.capture import CapturedGraph, trace, value_of, where
+from dbo_fx.capture import CapturedGraph, value_of, where
 from dbo_fx.compiled import CompiledProgram
-from dbo_fx.errors import OptionError
-from dbo_fx.options import Options
+from dbo_fx.inspect.layer_ops import layers_of
+from dbo_fx.inspect.layers import LayerFacts, chosen, tables
 from dbo_fx.passes.sharding import finding_of
 from dbo_fx.split import SplitSpec
-
-TARGET = "module:callable"
+from dbo_fx.subject_graphs import compiled_subject
+from dbo_fx.subjects import Request
+from dbo_fx.tables import Block, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +38,7 @@ class Explanation:
         summary: Layers, phases, segments, communication.
         certificate: What was proven.
         passes: One line per pass.
+        layers: What each layer's phases were made of and why, and what overlaps in it.
     """
 
     captured: str
@@ -52,50 +49,86 @@ class Explanation:
     summary: str
     certificate: str
     passes: Sequence[str]
+    layers: tuple[LayerFacts, ...] = ()
 
-    def __str__(self) -> str:
-        """Paragraphs for a terminal."""
+    def blocks(self, layer: int | None = None) -> list[Block]:
+        """Paragraphs and tables; one layer in detail, if one is asked for.
+
+        Raises:
+            OptionError: There is no such layer.
+        """
+        shown = chosen(self.layers, layer)
+        if layer is not None:
+            return [self.summary, *tables(shown, detail=True)]
         inputs = [f"  {name}: {kind}" for name, kind in self.inputs.items()]
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
         notable = [f"  {verdict}: {place}\n    {reason}" for place, verdict, reason in self.notable]
-        return "\n".join(
-            [
-                self.captured,
-                "",
-                f"inputs, and {self.weights} weights that all microbatches share:",
-                *inputs,
-                "",
-                f"nodes: {verdicts}",
-                *notable,
-                "",
-                self.summary,
-                f"certificate:\n{indent(self.certificate, '  ')}",
-                "",
-                *self.passes,
-            ]
-        )
+        return [
+            self.captured,
+            "",
+            f"inputs, and {self.weights} weights that all microbatches share:",
+            *inputs,
+            "",
+            f"nodes: {verdicts}",
+            *notable,
+            "",
+            self.summary,
+            *tables(shown),
+            "",
+            f"certificate:\n{indent(self.certificate, '  ')}",
+            "",
+            *self.passes,
+        ]
+
+    def __str__(self) -> str:
+        """Paragraphs for a terminal."""
+        return plain(self.blocks()).rstrip("\n")
+
+    def to_json(self, layer: int | None = None) -> dict[str, Any]:
+        """Plain values.
+
+        Raises:
+            OptionError: There is no such layer.
+        """
+        return {
+            "kind": "graph",
+            "captured": self.captured,
+            "inputs": dict(self.inputs),
+            "weights": self.weights,
+            "verdicts": dict(self.verdicts),
+            "notable": [
+                {"place": place, "verdict": verdict, "reason": reason}
+                for place, verdict, reason in self.notable
+            ],
+            "summary": self.summary,
+            "certificate": self.certificate,
+            "passes": list(self.passes),
+            "layers": [facts.to_json() for facts in chosen(self.layers, layer)],
+        }
 
 
 def explain(
-    target: str, *, ranks: int = 2, dim: int | None = 0, options: Options | None = None
+    target: str, *, ranks: int = 2, dim: int | None = 0, schedule: str | None = None
 ) -> Explanation:
     """Load a model, compile it for pretended ranks and say what was found.
 
     Args:
-        target: `module:callable`. The callable takes nothing and returns `(model, args)` or
-            `(model, args, kwargs)`; it is called when the process group exists.
+        target: `module:callable`, a saved graph or a Hugging Face config. A callable takes nothing
+            and returns `(model, args)` or `(model, args, kwargs)`; it is called when the process
+            group exists.
         ranks: Size of the pretended process group.
-        dim: Dim of the tensor arguments that is split; None where the callable marks it.
-        options: How to split and schedule.
+        dim: Dim of a model's tensor arguments that is split; None where the callable marks it.
+        schedule: Name or path of the schedule.
 
     Raises:
         OptionError: The target cannot be loaded or returns something else.
         DboError: The model is refused.
     """
-    with pretended_ranks(ranks):
-        model, args, kwargs = load(target)
-        captured = trace(model, args, kwargs, mark=dim)
-        return explanation(compile_captured(captured, options or Options()))
+    marked = -1 if dim is None else dim
+    is_model = Request(target).kind == "model"
+    request = Request(target, ranks, schedule=schedule, dim=marked if is_model else None)
+    with compiled_subject(request) as compiled:
+        return explanation(compiled)
 
 
 def explanation(compiled: CompiledProgram) -> Explanation:
@@ -115,6 +148,7 @@ def explanation(compiled: CompiledProgram) -> Explanation:
         summary=str(compiled.summary),
         certificate=str(compiled.certificate),
         passes=[str(report) for report in compiled.reports],
+        layers=layers_of(compiled),
     )
 
 
@@ -142,45 +176,3 @@ def inferred_spec(captured: CapturedGraph, written: Sequence[str]) -> SplitSpec:
             kind = "static" if node.name in static else "replicated"
             kinds[node.name] = tokens.get(node.name, kind)
     return SplitSpec.parse(kinds)
-
-
-@contextmanager
-def pretended_ranks(ranks: int) -> Iterator[None]:
-    """A default process group of `ranks` ranks that communicates with nobody."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise OptionError("explain makes a process group of its own; one is initialised already.")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Import and call `module:callable`.
-
-    Raises:
-        OptionError: says what is missing, or what came back instead.
-    """
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
-        raise OptionError(f"{target!r} is not {TARGET}, for example my_model:build")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # As `python -m` does: modules of the current folder come first.
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise OptionError(f"{target!r} cannot be loaded: {error}") from error
-    found = function()
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        raise OptionError(
-            f"{target}() returned {type(found).__name__}, wanted (model, args) or "
-            "(model, args, kwargs)"
-        )
-    model, args = found[0], found[1]
-    kwargs = found[2] if len(found) == 3 else {}
-    if isinstance(model, torch.nn.Module):
-        model = model.eval().requires_grad_(False)
-    return model, tuple(args), dict(kwargs)

@@ -34,6 +34,7 @@ def saved_place(node: Node) -> dict[str, Any]:
             "microbatch": tag.microbatch,
             "half": tag.half and tag.half.value,
             "stream": tag.stream,
+            "rule": tag.rule or None,
         }
         facts["tag"] = {key: value for key, value in fields.items() if value is not None}
     return facts

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-SENDS = "sends rows to their experts: launches that need each other have levels, this one is even"
-RETURNS = "brings results back: launches that need each other have levels, this one is odd"
+SENDS = "sends rows to the ranks of their experts"
+RETURNS = "brings the experts' results back"
 SIZE = "size arithmetic"
 NO_TOKENS = "no token reaches it: one copy serves all microbatches"
 EXPERTS = "needs the dispatched rows, and the combine needs it"
@@ -19,5 +19,5 @@ FOR_CORE = "the attention core needs it"
 CORE = "the attention core"
 FEEDS = "feeds the dispatch, and the attention core does not need it"
 NO_CORE = "feeds the dispatch; this layer has no attention core"
-AFTER = "follows the last combine, or nothing before it needs it"
+AFTER = "after the last combine"
 UNREAD = "no other op needs it: with the last op that it needs"

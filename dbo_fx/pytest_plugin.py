@@ -7,6 +7,7 @@ goes before the plugin's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _UPDATE, _UNUSED = "--update-golden", "--unused-golden"
 _USED_FILE, _WRITTEN_FILE = "dbo_fx_golden", "dbo_fx_golden_written"
+_FIXTURES = {"golden", "pretended_ranks", "compiled_programs"}
 _OPTIONS = {
     _UPDATE: "write what the tests found into golden/ beside them instead of comparing",
     _UNUSED: "list the files in golden/ that no test of this run used (dbo_fx)",
@@ -76,6 +78,21 @@ def compiled_programs() -> CompiledPrograms:
 
     torch._dynamo.reset()
     return CompiledPrograms()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Keep torch's structured trace out of the reports of tests that use the fixtures.
+
+    pytest hangs its handlers on loggers that do not propagate as well. Because torch's trace then has
+    a handler, torch writes all of it, and a failure is followed by hundreds of empty log lines.
+    """
+    if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+        trace = logging.getLogger("torch.__trace")
+        for handler in list(trace.handlers):
+            if type(handler).__module__ == "_pytest.logging":
+                trace.removeHandler(handler)
+    return (yield)
 
 
 def pytest_terminal_summary(

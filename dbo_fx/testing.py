@@ -284,7 +284,7 @@ def assert_unchanged(before: Any, after: Any) -> None:
     """Two graphs or programs do the same: the semantic diff finds nothing.
 
     Args:
-        before: Whatever `dbo_fx.diff` takes. Passes change graphs in place: capture the model twice.
+        before: Whatever `dbo_fx.diff` takes. As passes change graphs in place, capture twice.
         after: Likewise.
 
     Raises:
@@ -312,7 +312,7 @@ def pretended_ranks(ranks: int = 2) -> Iterator[str]:
         OptionError: There is a default group already.
     """
     from dbo_fx.comm import groups
-    from dbo_fx.explain import pretended_ranks as pretended
+    from dbo_fx.subject_graphs import pretended_ranks as pretended
 
     with pretended(ranks):
         yield str(groups.name_of(None))

@@ -299,7 +299,9 @@ class _Tagger:
         for layer, nodes in members.items():
             if layer == self.layers:
                 for node in nodes:
-                    set_tag(node, Tag("compute", Phase.TAIL, None, rule=_because(node, rules.AFTER)))
+                    set_tag(
+                        node, Tag("compute", Phase.TAIL, None, rule=_because(node, rules.AFTER))
+                    )
                 continue
             cores = [n for n in nodes if is_attention_core(n)]
             if not cores:
@@ -313,7 +315,13 @@ class _Tagger:
             inner = core & _reached(last & inside, self.needs, inside)
             for node in nodes:
                 phase = Phase.A0 if node in before else Phase.A1
-                rule = rules.CORE if node in inner else rules.FOR_CORE if node in before else rules.FEEDS
+                rule = (
+                    rules.CORE
+                    if node in inner
+                    else rules.FOR_CORE
+                    if node in before
+                    else rules.FEEDS
+                )
                 set_tag(node, Tag("compute", phase, layer, rule=_because(node, rule)))
 
     def _tag_unread(self) -> None:

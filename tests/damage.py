@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
-from typing import Literal
 
-from damage_order import beside, broken, needed, overrun
+from damage_class import Class, class_of
 from dbo_fx import schedules
 from dbo_fx.contracts import Contract
 from dbo_fx.ir import Program, Step
 from generated import Case, case, contracts, scheduled
-
-Class = Literal["unsafe", "redundant", "slower"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ def mutants(name: str, base: Case, rng: Random | None = None) -> Iterator[Mutant
         rng.shuffle(damages)
     for damage in damages:
         if damage.expected is None:
-            damage = damage.as_class(class_of(base, damage.programs[0]))
+            damage = damage.as_class(class_of(base.program, base.contract, damage.programs[0]))
             if damage.expected not in damage.among:
                 continue
         yield Mutant(name, base, damage)
@@ -123,13 +120,6 @@ def classed(base: Case, steps: Sequence[Step], note: str) -> Damage:
 def unsafe(base: Case, steps: Sequence[Step], note: str) -> Damage:
     """A damage that is wrong whatever the orders are."""
     return Damage((replace(base.program, steps=tuple(steps)),), "unsafe", note)
-
-
-def class_of(base: Case, program: Program) -> Class:
-    """Unsafe if a needed order is lost; slower if less can run beside communication."""
-    if broken(program, needed(base.program)) or overrun(program, base.contract):
-        return "unsafe"
-    return "slower" if beside(program) < beside(base.program) else "redundant"
 
 
 def only(damages: Iterable[Damage], *classes: Class) -> Iterator[Damage]:

@@ -10,7 +10,8 @@ from damage import Damage, classed, moved, only, operator, substituted, unsafe, 
 from damage_events import OTHER, runs
 from damage_order import Shape, needed
 from dbo_fx.ir import COMP, Action, Half, Keepalive, Phase, Program, Run, Step
-from generated import Case, complete, program_of
+from generated import Case, complete
+from generated_binding import program_of
 
 
 def halves(program: Program, half: Half) -> list[tuple[int, Run]]:

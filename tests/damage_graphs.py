@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from damage import Class
+from damage_class import Class
 from dbo_fx import sync
 from dbo_fx.capture import value_of
 from dbo_fx.certificates.hazards import violations

@@ -8,7 +8,8 @@ from itertools import pairwise
 from damage import Damage, operator
 from damage_order import Shape, needed
 from dbo_fx.ir import Action, Half, Program
-from generated import Case, is_allowed, program_of, unsplit
+from generated import Case, unsplit
+from generated_binding import is_allowed, program_of
 
 
 def _other_orders(base: Case) -> Iterator[tuple[Program, Action, Action]]:

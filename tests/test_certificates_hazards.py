@@ -64,7 +64,7 @@ def test_a_side_stream_that_forks_and_joins_is_certified():
 def test_the_certificate_in_words_and_as_json():
     certificate = prove(execution_of_program(bound(layers=2)))
     assert str(certificate) == (
-        "50 dependencies hold, 16 of them across streams; 35 storages without a race, 31 lifetimes "
+        "50 dependencies hold, 16 of them across streams; 35 storages without a race, 30 lifetimes "
         "cover their readers; 8 sends have one recv each, at most 1 in flight; 16 events; all "
         "streams joined; capturable"
     )

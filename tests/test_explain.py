@@ -50,7 +50,7 @@ def test_what_is_split_and_what_is_not(models: str) -> None:
     assert set(found.verdicts) == {"independent", "replicated"}
     text = str(found)
     assert "MoE layers: 2, microbatches: 2" in text
-    assert "certificate: " in text
+    assert "certificate:\n  hazards: " in text
 
 
 def test_written_inputs_are_static(models: str) -> None:

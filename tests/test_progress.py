@@ -259,7 +259,7 @@ def test_show_json() -> None:
         ([str(GOLDEN / "show_program.json")], "no progress dump"),
         ([str(GOLDEN / "saved_program.dbo")], "is no JSON"),
         ([str(HANG), str(HANG / "progress_rank1.json")], "is a second dump of rank 1"),
-        ([str(HANG), "--layers", "2"], "leave --layers and --microbatches out"),
+        ([str(HANG), "--layers", "2"], "leave other options than --json out"),
     ],
 )
 def test_show_refuses_with_one_message(arguments: list[str], said: str) -> None:

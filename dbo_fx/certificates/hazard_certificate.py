@@ -14,7 +14,7 @@ class HazardCertificate:
         dependencies: Orders that the reference needs, over values and storages; all hold.
         cross_stream: How many of them cross streams.
         storages: Storages whose accesses were all compared.
-        lifetimes: Allocations whose last access comes before their end on any stream.
+        lifetimes: Storages that are let go of only once every reader on any stream is done.
         communications: Communications whose sends have one recv each.
         max_in_flight: Most communications sent and not yet received at once.
         events: Events, each recorded once and before its waits.

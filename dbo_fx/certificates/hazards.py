@@ -74,7 +74,7 @@ def _certificate(execution: Execution) -> HazardCertificate:
             operations[r.before].stream != operations[r.after].stream for r in required
         ),
         storages=len({s for o in operations for s in o.reads | o.writes}),
-        lifetimes=kinds.count(Kind.ALLOCATE),
+        lifetimes=kinds.count(Kind.FREE),
         communications=rules.communications(operations),
         max_in_flight=rules.most_in_flight(operations),
         events=kinds.count(Kind.RECORD),

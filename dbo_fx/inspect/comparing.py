@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dbo_fx.inspect.changes import KINDS, Change, joined
 from dbo_fx.inspect.events import EventChanges, Events
@@ -16,6 +17,7 @@ _SHOWN = 8
 # The fewest items move; then the fewest that only hold something; then the fewest markers.
 _MARKER, _LIGHT, _ITEM = 1, 1 << 20, 1 << 40
 Placed = tuple[Change, int, int]
+Kept = tuple[int, int, str]
 
 
 def compare(old: Facts, new: Facts) -> tuple[Change, ...]:
@@ -40,19 +42,23 @@ class _Comparison:
     stable: Stable = field(init=False)
     kept: list[Item] = field(init=False)
     runs: list[int] = field(init=False)
+    markers: defaultdict[tuple[str, str], list[Kept]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     differing: set[int] = field(default_factory=set)
 
     def all(self) -> tuple[Change, ...]:
         self.matching = match(self.old, self.new)
         events = Events(self.old, self.new, self.matching)
         pairs = self._keep_order(events)
-        by_stream = self._by_stream(pairs)
-        stable = {s: Stable(*positions) for s, (*positions, _) in by_stream.items()}
-        items = {s: kept for s, (*_, kept) in by_stream.items()}
+        settled = {n for _, n in pairs}
         placed = [*self._moved(pairs), *self._alone(), *self._changed()]
         order = {kind: n for n, kind in enumerate(KINDS)}
         placed.sort(key=lambda p: order[p[0].kind])  # Stable: the order within a kind remains.
-        rest = [*EventChanges(events, stable, items).all(), *self._lifetimes()]
+        rest = [
+            *EventChanges(events, self._by_stream(pairs), self.markers, settled).all(),
+            *self._lifetimes(),
+        ]
         return (*self._header(), *joined(placed), *rest)
 
     def _header(self) -> Iterator[Change]:
@@ -68,10 +74,15 @@ class _Comparison:
             for o, n in self.matching.pairs
             if self.old.items[o].what != CONSTANT
         ]
-        elements += [(was.at, now.at, _MARKER, -1) for was, now in events.markers().values()]
+        markers = events.markers()
+        elements += [(was.at, now.at, _MARKER, -1) for was, now, _ in markers.values()]
         elements.sort()
         chosen = heaviest_increasing([e[1] for e in elements], [e[2] for e in elements])
         indices = [elements[i][3] for i in sorted(chosen)]
+        places = {elements[i][0] for i in chosen}
+        for (side, at), (was, now, name) in sorted(markers.items(), key=lambda m: m[0][1]):
+            if at in places and was.stream == now.stream:
+                self.markers[was.stream, side].append((at, now.at, name))
         pairs = [(o, self.matching.now[o]) for o in indices if o >= 0]
         self.stable = self._positions(pairs)
         self.kept = [self.old.items[o] for o, _ in pairs]
@@ -83,17 +94,13 @@ class _Comparison:
         both = [(self.old.items[o].at, self.new.items[n].at) for o, n in pairs]
         return Stable([was for was, _ in both], [now for _, now in both])
 
-    def _by_stream(
-        self, pairs: Iterable[tuple[int, int]]
-    ) -> dict[str, tuple[list[int], list[int], list[Item]]]:
-        found: dict[str, tuple[list[int], list[int], list[Item]]] = {}
+    def _by_stream(self, pairs: Iterable[tuple[int, int]]) -> dict[str, list[Kept]]:
+        """Positions and names of what keeps its order, for each stream."""
+        found: defaultdict[str, list[Kept]] = defaultdict(list)
         for o, n in pairs:
             item, other = self.old.items[o], self.new.items[n]
             if item.stream is not None and item.stream == other.stream:
-                was, now, kept = found.setdefault(item.stream, ([], [], []))
-                was.append(item.at)
-                now.append(other.at)
-                kept.append(item)
+                found[item.stream].append((item.at, other.at, item.short))
         return found
 
     def _crossed(self, crossing: Crossing) -> tuple[tuple[str, ...], int]:
@@ -112,49 +119,40 @@ class _Comparison:
             crossing = self.stable.crossing(item.at, self.new.items[n].at)
             across, count = self._crossed(crossing)
             direction = "earlier" if crossing.is_earlier else "later"
-            change = Change(
-                "moved",
-                (item.label if item.what == RUN or not item.place.phase else item.short,),
-                direction=direction,
-                across=across,
-                crossed=count,
-                layer=item.place.layer,
-                names=(item.name, self.new.items[n].name),
-            )
-            yield change, o, n
+            change = _change("moved", _short(item), item, self.new.items[n])
+            yield replace(change, direction=direction, across=across, crossed=count), o, n
 
     def _alone(self) -> Iterator[Placed]:
         for o, n in enumerate(self.matching.now):
             if n < 0:
                 item = self.old.items[o]
-                yield Change("removed", (item.label,), **_about(item, None)), o, -1
+                yield _change("removed", item.label, item, None), o, -1
         for n, o in enumerate(self.matching.was):
             if o < 0:
                 item = self.new.items[n]
-                yield Change("added", (item.label,), **_about(None, item)), -1, n
+                yield _change("added", item.label, None, item), -1, n
 
     def _changed(self) -> Iterator[Placed]:
         for o, n in self.matching.pairs:
             item, other = self.old.items[o], self.new.items[n]
-            about = _about(item, other)
             was, now = self._attributes(o, n)
             if was or now:
                 self.differing.add(o)
                 label = item.label if item.what == other.what else _where(item)
-                yield Change("changed", (label,), ", ".join(was), ", ".join(now), **about), o, n
+                yield _change("changed", label, item, other, ", ".join(was), ", ".join(now)), o, n
             elif item.value != other.value:
                 if not self.differing.intersection(item.inputs):
-                    yield Change("changed", (item.label,), item.value, other.value, **about), o, n
+                    yield _change("changed", item.label, item, other, item.value, other.value), o, n
                 self.differing.add(o)
             if item.place != other.place:
                 texts = [str(p) or "no phase" for p in (item.place, other.place)]
                 if texts[0] == texts[1]:
                     texts = [p.role or "no role" for p in (item.place, other.place)]
                 what = item.what if item.place.phase else item.label
-                yield Change("phase", (what,), texts[0], texts[1], **about), o, n
+                yield _change("phase", what, item, other, texts[0], texts[1]), o, n
             if item.stream != other.stream:
-                label = item.short if item.place.phase else item.label
-                yield Change("stream", (label,), item.stream, other.stream, **about), o, n
+                label = _short(item)
+                yield _change("stream", label, item, other, item.stream, other.stream), o, n
 
     def _attributes(self, o: int, n: int) -> tuple[list[str], list[str]]:
         """What is called with what, as far as it differs."""
@@ -218,11 +216,23 @@ def _weight(item: Item) -> int:
     return _ITEM + (0 if item.place.half else _LIGHT >> 1)
 
 
-def _about(old: Item | None, new: Item | None) -> dict[str, object]:
-    names = tuple("" if item is None else item.name for item in (old, new))
+def _change(
+    kind: str,
+    what: str,
+    old: Item | None,
+    new: Item | None,
+    was: str | None = None,
+    now: str | None = None,
+) -> Change:
     item = new if old is None else old
     assert item is not None
-    return {"layer": item.place.layer, "names": names}
+    names = "" if old is None else old.name, "" if new is None else new.name
+    return Change(kind, (what,), was, now, layer=item.place.layer, names=names)
+
+
+def _short(item: Item) -> str:
+    """The action that a node belongs to; without one, the node."""
+    return item.short if item.place.phase else item.label
 
 
 def _where(item: Item) -> str:

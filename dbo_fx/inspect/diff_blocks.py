@@ -65,8 +65,7 @@ def _outside(
 def _folded(parts: list[tuple[int, Lanes, Lanes, list[str]]]) -> Block:
     first, last = parts[0][0], parts[-1][0]
     if len(parts) == 1:
-        layer, was, now, lines = parts[0]
-        return Block(f"layer {layer}", was, now, tuple(lines))
+        return Block(f"layer {first}", parts[0][1], parts[0][2], tuple(parts[0][3]))
     was, now, lines = _relative(*parts[0])
     return Block(f"layers {first}-{last} (L)", was, now, lines)
 

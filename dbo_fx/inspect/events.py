@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from dbo_fx.inspect.changes import Change
 from dbo_fx.inspect.facts import Edge, Facts, Item, Marker, stream_positions
@@ -107,9 +108,9 @@ class Events:
             return new if new >= 0 else ("old", index)
         return index if self.matching.was[index] >= 0 else ("new", index)
 
-    def markers(self) -> dict[tuple[str, int], tuple[Marker, Marker]]:
-        """Matched records and waits, by side and old position, each once."""
-        found: dict[tuple[str, int], tuple[Marker, Marker]] = {}
+    def markers(self) -> dict[tuple[str, int], tuple[Marker, Marker, str]]:
+        """Matched records and waits with what to call them, by side and old position."""
+        found: dict[tuple[str, int], tuple[Marker, Marker, str]] = {}
         taken: set[tuple[str, int]] = set()
         for old, new in (*self.same, *self.altered):
             ends = {"record": (old.edge.record, new.edge.record)}
@@ -118,7 +119,7 @@ class Events:
                 if was is None or now is None or (side, was.at) in found:
                     continue
                 if (side, now.at) not in taken:
-                    found[side, was.at] = was, now
+                    found[side, was.at] = was, now, f"{side} of {edge_name(old, self.old)}"
                     taken.add((side, now.at))
         return found
 
@@ -127,29 +128,80 @@ def _stream(marker: Marker | None) -> str | None:
     return None if marker is None else marker.stream
 
 
+Kept = Sequence[tuple[int, int, str]]
+
+
+class Crossed:
+    """What keeps its order on one stream: positions on both sides, and names."""
+
+    def __init__(self, kept: Kept) -> None:
+        """Take them by position, ascending on both sides."""
+        self.stable = Stable([was for was, _, _ in kept], [now for _, now, _ in kept])
+        self.names = [name for _, _, name in kept]
+
+    def between(self, was: Marker, now: Marker) -> tuple[list[str], bool]:
+        """Names of what a marker crossed, and whether it came earlier."""
+        crossing = self.stable.crossing(was.at, now.at)
+        return self.names[crossing.low : crossing.high], crossing.is_earlier
+
+
 @dataclass(frozen=True)
 class EventChanges:
     """What became of the events, as entries.
 
+    A record covers what stands before it on its stream, waits among it, and a wait holds up what
+    stands behind it, records among it. So a marker that crosses an item or a marker of the other
+    kind on its own stream orders other things than before; what else it crosses says nothing.
+
     Attributes:
         events: The matched edges.
-        stable: Per stream the items that keep their order on both sides.
-        items: Per stream these items, for their names.
+        items: Per stream the items that keep their order.
+        markers: Per stream and side the markers that keep it.
+        settled: New indices of the items that keep their order.
     """
 
     events: Events
-    stable: dict[str, Stable]
-    items: dict[str, list[Item]]
+    items: Mapping[str, Kept]
+    markers: Mapping[tuple[str, str], Kept]
+    settled: Set[int]
 
     def all(self) -> Iterator[Change]:
         """The entries."""
         told: set[tuple[str, int]] = set()
+        for old, new in self.events.same:
+            yield from self._among_markers(old, new, told)
         for old, new in self.events.altered:
             yield from self._altered(old, new, told)
         for edge in self.events.gone:
-            yield self._entry(edge, self.events.old, was=self._text(edge, self.events.old))
+            yield self._entry(edge, self.events.old, was=self._text(edge))
         for edge in self.events.fresh:
-            yield self._entry(edge, self.events.new, now=self._text(edge, self.events.new))
+            yield self._entry(edge, self.events.new, now=self._text(edge))
+
+    @cached_property
+    def _crossed(self) -> dict[tuple[str, str, bool], Crossed]:
+        """By stream, side of the marker that moves, and whether items count."""
+        streams = {*self.items, *(stream for stream, _ in self.markers)}
+        found = {}
+        for stream in streams:
+            for side, other in (("record", "wait"), ("wait", "record")):
+                kept = self.markers.get((stream, other), ())
+                found[stream, side, False] = Crossed(kept)
+                found[stream, side, True] = Crossed(sorted((*self.items.get(stream, ()), *kept)))
+        return found
+
+    def _among_markers(
+        self, old: Anchored, new: Anchored, told: set[tuple[str, int]]
+    ) -> Iterator[Change]:
+        """Between the same items a record and a wait may have changed places."""
+        sides = (
+            ("record", old.edge.record, new.edge.record, new.after),
+            ("wait", old.edge.wait, new.edge.wait, new.before),
+        )
+        for side, was, now, anchor in sides:
+            is_settled = anchor is None or anchor in self.settled
+            if was is not None and now is not None and is_settled and (side, was.at) not in told:
+                told.add((side, was.at))
+                yield from self._moved(old, side, was, now, with_items=False)
 
     def _altered(
         self, old: Anchored, new: Anchored, told: set[tuple[str, int]]
@@ -160,7 +212,7 @@ class EventChanges:
             if was is None and now is None:
                 continue
             edge, facts = (old, self.events.old) if was else (new, self.events.new)
-            what = self._name(edge, facts)
+            what = edge_name(edge, facts)
             if was is None or now is None:
                 gone = f"{side} on {(was or now).stream}"  # type: ignore[union-attr]
                 yield self._entry(edge, facts, what, gone if was else None, gone if now else None)
@@ -169,25 +221,22 @@ class EventChanges:
                 yield self._entry(edge, facts, what, *texts)
             elif (side, was.at) not in told:
                 told.add((side, was.at))
-                yield from self._moved(edge, side, was, now)
+                yield from self._moved(edge, side, was, now, with_items=True)
 
-    def _moved(self, edge: Anchored, side: str, was: Marker, now: Marker) -> Iterator[Change]:
-        stable = self.stable.get(was.stream)
-        if stable is None:
+    def _moved(
+        self, edge: Anchored, side: str, was: Marker, now: Marker, *, with_items: bool
+    ) -> Iterator[Change]:
+        crossed = self._crossed.get((was.stream, side, with_items))
+        names, is_earlier = crossed.between(was, now) if crossed else ([], False)
+        if not names:
             return
-        crossing = stable.crossing(was.at, now.at)
-        if crossing.is_empty:
-            return
-        crossed = self.items[was.stream][crossing.low : crossing.high]
-        names = tuple(dict.fromkeys(item.short for item in crossed))
-        entry = self._entry(edge, self.events.old, f"{side} of {self._name(edge, self.events.old)}")
-        yield Change(
-            entry.kind,
-            entry.what,
-            direction="earlier" if crossing.is_earlier else "later",
-            across=names[:_SHOWN],
+        names = list(dict.fromkeys(names))
+        entry = self._entry(edge, self.events.old, f"{side} of {edge_name(edge, self.events.old)}")
+        yield replace(
+            entry,
+            direction="earlier" if is_earlier else "later",
+            across=tuple(names[:_SHOWN]),
             crossed=len(names),
-            layer=entry.layer,
         )
 
     def _entry(
@@ -200,24 +249,26 @@ class EventChanges:
     ) -> Change:
         item = _first(facts, edge.before, edge.after)
         layer = None if item is None else item.place.layer
-        return Change("event", (what or self._name(edge, facts),), was, now, layer=layer)
+        return Change("event", (what or edge_name(edge, facts),), was, now, layer=layer)
 
-    def _name(self, edge: Anchored, facts: Facts) -> str:
-        """`D_m0.send@0 after A1_m0@0`: what waits for what."""
-        before, after = (_first(facts, i) for i in (edge.before, edge.after))
-        waits = "end" if before is None else before.short
-        for_what = "begin" if after is None else after.short
-        if edge.edge.record is None:
-            return f"{waits} after nothing"
-        return f"{waits} after {for_what}" if edge.edge.wait else f"nothing after {for_what}"
-
-    def _text(self, edge: Anchored, facts: Facts) -> str:
+    @staticmethod
+    def _text(edge: Anchored) -> str:
         parts = []
         if edge.edge.record is not None:
             parts.append(f"record on {edge.edge.record.stream}")
         if edge.edge.wait is not None:
             parts.append(f"wait on {edge.edge.wait.stream}")
         return ", ".join(parts)
+
+
+def edge_name(edge: Anchored, facts: Facts) -> str:
+    """`D_m0.send@0 after A1_m0@0`: what waits for what."""
+    before, after = (_first(facts, i) for i in (edge.before, edge.after))
+    waits = "end" if before is None else before.short
+    for_what = "begin" if after is None else after.short
+    if edge.edge.record is None:
+        return f"{waits} after nothing"
+    return f"{waits} after {for_what}" if edge.edge.wait else f"nothing after {for_what}"
 
 
 def _first(facts: Facts, *indices: int | None) -> Item | None:

@@ -101,7 +101,7 @@ class _Matcher:
     def inputs(self) -> None:
         """By where they come from; renamed ones by their values, in order."""
         for key in _GIVEN:
-            waiting = defaultdict(deque)
+            waiting: defaultdict[Hashable, deque[int]] = defaultdict(deque)
             for old in self._free_old():
                 if self.old[old].is_given:
                     waiting[key(self.old[old])].append(old)
@@ -115,7 +115,7 @@ class _Matcher:
         pairs = self.matching.pairs
         old_ids = _structures(self.old, {old: -1 - old for old, _ in pairs}, numbers, "old")
         new_ids = _structures(self.new, {new: -1 - old for old, new in pairs}, numbers, "new")
-        waiting = defaultdict(deque)
+        waiting: defaultdict[Hashable, deque[int]] = defaultdict(deque)
         for old in self._free_old():
             waiting[old_ids[old]].append(old)
         for new in list(self._free_new()):

@@ -1,9 +1,12 @@
 """Compile the full-size DeepSeek-V3 without its weights, and say what that costs.
 
 Meta tensors, a fake process group of 64 ranks, no GPU. Prints one JSON object: seconds for Dynamo
-and capture, seconds per pass, seconds and memory for each certificate, peak memory.
+and capture, seconds per pass, seconds and memory for each certificate, peak memory, seconds for
+diffs with a changed copy.
 
     python benchmarks/full_size.py --layers 61
+
+`--timeline FILE` also writes the program's timeline page, after everything was measured.
 """
 
 from __future__ import annotations
@@ -106,8 +109,10 @@ def certified() -> Iterator[dict[str, object]]:
         Verify.apply = apply  # type: ignore[method-assign]
 
 
-def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
+def measure(layers: int, ranks: int, tokens: int, timeline: str | None = None) -> dict[str, object]:
     """Trace and schedule; see the module's docstring."""
+    from diff_time import diff_figures
+
     import dbo_fx
     from dbo_fx.backend import compile_captured
 
@@ -124,7 +129,7 @@ def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
     assert isinstance(beside, float)
     per_pass = {r.name: r.seconds for r in compiled.reports}
     per_pass["verify"] -= beside
-    return {
+    figures: dict[str, object] = {
         "layers": layers,
         "moe_layers": compiled.summary.layers,
         "ranks": ranks,
@@ -138,6 +143,12 @@ def measure(layers: int, ranks: int, tokens: int) -> dict[str, object]:
         **notes,
         "peak_memory_gb": round(peak_gb(), 2),
     }
+    figures |= diff_figures(captured, compiled)
+    if timeline is not None:
+        started = time.perf_counter()
+        compiled.timeline(timeline)
+        figures["timeline_s"] = round(time.perf_counter() - started, 2)
+    return figures
 
 
 def main() -> None:
@@ -146,8 +157,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--timeline", metavar="FILE", help="write the timeline page there")
     args = parser.parse_args()
-    print(json.dumps(measure(args.layers, args.ranks, args.tokens)))
+    print(json.dumps(measure(args.layers, args.ranks, args.tokens, args.timeline)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from page_time import has_browser
 
 HERE = Path(__file__).parent
 SLACK = 2.0
@@ -49,6 +52,15 @@ def timed(command: list[str], cwd: Path | None = None) -> float:
     return time.perf_counter() - started
 
 
+def printed(script: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object that a benchmark beside this one prints."""
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(json.dumps(found), flush=True)
+    return found
+
+
 def show_figures() -> list[Figure]:
     """`dbo-fx show` starts without torch."""
     command = [sys.executable, "-m", "dbo_fx.cli", "show", "mlp_shared_overlap"]
@@ -58,11 +70,12 @@ def show_figures() -> list[Figure]:
 def full_size_figures() -> list[Figure]:
     """The full-size DeepSeek-V3 on meta tensors: time, memory, linearity in the layers."""
     runs = {}
-    for layers in (31, 61):
-        command = [sys.executable, str(HERE / "full_size.py"), "--layers", str(layers)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        runs[layers] = json.loads(done.stdout.strip().splitlines()[-1])
-        print(json.dumps(runs[layers]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        page = str(Path(folder) / "timeline.html")
+        for layers in (31, 61):
+            extra = ["--timeline", page] if layers == 61 else []
+            runs[layers] = printed("full_size.py", "--layers", str(layers), *extra)
+        pages = page_figures(page)
     full = runs[61]
     ratio = full["passes_s"] / runs[31]["passes_s"]
     growth = full["certificates_s"] / runs[31]["certificates_s"]
@@ -74,7 +87,21 @@ def full_size_figures() -> list[Figure]:
         Figure("DeepSeek-V3, 61 layers: all certificates", full["certificates_s"], 10, "s"),
         Figure("DeepSeek-V3, 61 layers: their memory", full["certificates_memory_gb"], 2, "GB"),
         Figure("certificates, 61 layers / 31 layers", growth, 2.3, "x", slack=1.0),
+        Figure("diff of two 61-layer graphs", full["diff_captured_s"], 10, "s"),
+        Figure("diff of two 61-layer emitted graphs", full["diff_emitted_s"], 10, "s"),
+        Figure("diff of two 61-layer programs", full["diff_programs_s"], 10, "s"),
+        *pages,
     ]
+
+
+def page_figures(page: str) -> list[Figure]:
+    """The timeline page of the full-size model: its size, and how long it takes to open."""
+    size = Figure("timeline page, 61 layers: size", Path(page).stat().st_size / 1e6, 20, "MB", 1.0)
+    if not has_browser():
+        print("timeline page: no Chromium with driver and selenium here, so not opened", flush=True)
+        return [size]
+    opened = printed("page_time.py", page)["opened_s"]
+    return [size, Figure("timeline page, 61 layers: open", opened, 3, "s")]
 
 
 def demo_figures() -> list[Figure]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dbo_fx.errors import DboError
     from dbo_fx.features import EngineFeatures
     from dbo_fx.graph_file import load_graph, save_graph
+    from dbo_fx.inspect.diff import diff
+    from dbo_fx.inspect.write_timeline import timeline
     from dbo_fx.ir import Program, Schedule
     from dbo_fx.opaque import register_local
     from dbo_fx.options import Options
@@ -40,6 +42,7 @@ __all__ = [
     "SplitSpec",
     "compilations",
     "compile_graph",
+    "diff",
     "elementwise",
     "load",
     "load_graph",
@@ -49,6 +52,7 @@ __all__ = [
     "row_wise",
     "save",
     "save_graph",
+    "timeline",
     "trace",
     "wrap",
 ]
@@ -67,6 +71,7 @@ _HOME = {
     "SplitSpec": "split",
     "compilations": "backend",
     "compile_graph": "backend",
+    "diff": "inspect.diff",
     "elementwise": "rules",
     "load": "saved",
     "load_graph": "graph_file",
@@ -74,6 +79,7 @@ _HOME = {
     "register_rule": "rules",
     "replicated": "rules",
     "row_wise": "rules",
+    "timeline": "inspect.write_timeline",
     "save": "saved",
     "save_graph": "graph_file",
     "trace": "capture",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,10 @@ from torch.fx import GraphModule
 from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm import transport_for
-from dbo_fx.comm.groups import rank
 from dbo_fx.communication import communicating_groups
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.contracts import contract
+from dbo_fx.dump import Dump
 from dbo_fx.emit import Emit
 from dbo_fx.errors import (
     CommunicationError,
@@ -41,13 +39,13 @@ from dbo_fx.passes.schedule import Order
 from dbo_fx.passes.soundness import Soundness, refuse_obligations
 from dbo_fx.passes.streams import Streams
 from dbo_fx.passes.verify import Verify
-from dbo_fx.pipeline import Pipeline
+from dbo_fx.pipeline import Observer, Pipeline
 from dbo_fx.plan_digest import fallback_digest
+from dbo_fx.torch_trace import publish
 
 log = logging.getLogger("dbo_fx")
 _COMPILATIONS: deque[CompiledProgram] = deque(maxlen=64)
 _TOLD: set[str] = set()
-_DUMPS: Counter[str] = Counter()
 
 
 def compilations() -> list[CompiledProgram]:
@@ -78,6 +76,7 @@ def dbo_fx(
         UnsupportedGraphError: the graph cannot be scheduled (unless `on_unsupported="fallback"`).
         SoundnessError: the graph must not be split (likewise).
         ScheduleError: the schedule breaks a dependency of the graph (likewise).
+        VerificationError: the program is not proven safe, or holds too much memory (likewise).
         AgreementError: another rank did not compile, or compiled something else.
     """
     if mode not in (None, "default"):
@@ -90,9 +89,8 @@ def dbo_fx(
         log.info("no MoE communication in this graph: it goes to backend %r", opts.inner_backend)
         return _inner(gm, example_inputs, opts)
     try:
-        compiled = compile_captured(from_dynamo(gm, opts.split_dim), opts)
-        if opts.dump_dir is not None:  # Before the others are told that all is well.
-            _dump(compiled, opts.dump_dir)
+        # Dumps, too, before the others are told that all is well.
+        compiled = _compile(from_dynamo(gm, opts.split_dim), opts)
         plan = str(compiled.plan)
     except DboError as error:
         may_fall_back = isinstance(error, _NOT_SPLIT) and opts.on_unsupported == "fallback"
@@ -116,18 +114,30 @@ def _compare(groups: set[str], plan: str, options: Options) -> None:
         compare_over_store(group, "program digest", plan, options.agree_timeout_s)
 
 
-def _dump(compiled: CompiledProgram, base: str | os.PathLike[str]) -> None:
-    """Write into a folder of its own for every rank and every compilation of this process."""
-    folder = Path(base) / f"rank{rank(compiled.group)}" / str(_DUMPS[str(base)])
-    _DUMPS[str(base)] += 1
+def _compile(captured: CapturedGraph, options: Options) -> CompiledProgram:
+    """Compile, with a dump folder if one is asked for: a refused graph has one, too."""
+    if options.dump_dir is None:
+        return compile_captured(captured, options)
+    dump = Dump(options.dump_dir)
+    dump.begin(captured)
     try:
-        compiled.dump(folder)
-    except OSError as error:
-        raise OptionError(f"option dump_dir={str(base)!r} cannot be written: {error}") from error
+        compiled = compile_captured(captured, options, observers=[dump])
+    except DboError as error:
+        try:
+            dump.refuse(error)
+        except OptionError as unwritable:
+            error.add_note(str(unwritable))
+        raise
+    dump.finish(compiled)
+    return compiled
 
 
 def compile_captured(
-    captured: CapturedGraph, options: Options, *, runs: bool = True
+    captured: CapturedGraph,
+    options: Options,
+    *,
+    runs: bool = True,
+    observers: Sequence[Observer] = (),
 ) -> CompiledProgram:
     """Run the whole pipeline on a captured graph, which it takes over.
 
@@ -136,6 +146,7 @@ def compile_captured(
         options: How to split and schedule.
         runs: False to look at the program only: then the transport need not carry the graph's
             device.
+        observers: Called behind every pass.
 
     Raises:
         DboError: whatever a pass refuses.
@@ -158,11 +169,13 @@ def compile_captured(
             Verify(transport),
             Memory(options.max_memory_ratio),
             Emit(options.counts_progress),
-        ]
+        ],
+        observers,
     )
     state, reports = pipeline.run(captured)
     compiled = CompiledProgram(state, reports, options)
     _COMPILATIONS.append(compiled)
+    publish(compiled)
     return compiled
 
 
@@ -182,7 +195,7 @@ def compile_graph(
         DboError: whatever a pass refuses.
     """
     parsed = options if isinstance(options, Options) else Options.parse(options)
-    compiled = compile_captured(captured, parsed)
+    compiled = _compile(captured, parsed)
     refuse_obligations(compiled.obligations, "compile_graph runs nothing; use torch.compile")
     return compiled.program, compiled.module
 

@@ -16,6 +16,7 @@ except ModuleNotFoundError as missing:
 
 from dbo_fx.commands.check import check
 from dbo_fx.commands.demo import demo
+from dbo_fx.commands.diff import diff
 from dbo_fx.commands.doctor import doctor
 from dbo_fx.commands.explain import explain
 from dbo_fx.commands.show import show
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (show, explain, check, doctor, demo):
+for _command in (show, explain, check, diff, doctor, demo):
     app.command()(_command)
 
 

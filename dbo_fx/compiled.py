@@ -6,13 +6,14 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from textwrap import indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
@@ -40,6 +41,9 @@ from dbo_fx.progress import Progress
 from dbo_fx.row_dependence import RowDependence
 from dbo_fx.runtime import Runtime
 from dbo_fx.tag import tag_of
+
+if TYPE_CHECKING:
+    from dbo_fx.inspect.timeline import Timeline
 
 log = logging.getLogger("dbo_fx")
 _AFTER_COMPARISON = Advice(
@@ -310,6 +314,28 @@ class CompiledProgram:
             self._memory.at(tokens, sizes).check(self.options.max_memory_ratio)
             self._memory_checked.add(key)
 
+    def timeline(
+        self,
+        path: str | Path | None = None,
+        *,
+        times: Mapping[str, float] | str | Path | None = None,
+        tokens: int | None = None,
+    ) -> Timeline:
+        """Lay the program out in time, with its nodes, its memory and its certificate.
+
+        Args:
+            path: Where it goes: `.html` a page, `.json` a trace for Perfetto; None writes nothing.
+            times: Microseconds by action or a JSON file of them; None: one unit for each action.
+            tokens: Size of the whole batch along the dim that is split; the traced one if None.
+
+        Raises:
+            OptionError: no size was known while tracing, so `tokens` is needed; or see
+                `dbo_fx.timeline`.
+        """
+        from dbo_fx.inspect.write_timeline import timeline
+
+        return timeline(self, path, times=times, tokens=tokens)
+
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.
 
@@ -322,35 +348,6 @@ class CompiledProgram:
         """
         runs = [_Timed(self.module).timed(args) for _ in range(repeats)]
         return {name: median(run[name] for run in runs) for name in runs[0]}
-
-    def dump(self, folder: str | Path) -> list[Path]:
-        """Write the captured graph, the emitted graph and the program as readable text.
-
-        Returns:
-            The files written.
-        """
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        texts = {
-            "captured.py": readable(self.captured.module),
-            "emitted.py": readable(self.module, segments=True),
-            "program.dbo": str(self.program),
-            "report.txt": f"{self}\n",
-        }
-        for name, text in texts.items():
-            (target / name).write_text(text)
-        return [target / name for name in texts]
-
-
-def readable(module: GraphModule, *, segments: bool = False) -> str:
-    """A graph module as Python source, with its segments' sources above it."""
-    parts = []
-    if segments:
-        for name, child in module.named_children():
-            if isinstance(child, GraphModule):
-                parts.append(f"# {name}\n{child.print_readable(print_output=False)}")
-    parts.append(module.print_readable(print_output=False))
-    return "\n\n".join(parts) + "\n"
 
 
 class _Timed(Interpreter):

@@ -6,6 +6,7 @@ group only pretends.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,12 @@ from dbo_fx.split import SplitSpec
 from dbo_fx.subject_graphs import compiled_subject
 from dbo_fx.subjects import Request
 from dbo_fx.tables import Block, plain
+
+
+MERGED = (
+    "Layers are MoE layers, counted from 0. Where the schedule does not cut between A0 and A1, both "
+    "are one run of compute, called A1 below."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,8 @@ class Explanation:
         """
         shown = chosen(self.layers, layer)
         if layer is not None:
-            return [self.summary, *tables(shown, detail=True)]
-        inputs = [f"  {name}: {kind}" for name, kind in self.inputs.items()]
+            return [self.summary, "", MERGED, *tables(shown, detail=True)]
+        inputs = [f"  {line}" for line in folded_inputs(self.inputs)]
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in self.verdicts.items())
         notable = [f"  {verdict}: {place}\n    {reason}" for place, verdict, reason in self.notable]
         return [
@@ -73,6 +80,8 @@ class Explanation:
             *notable,
             "",
             self.summary,
+            "",
+            MERGED,
             *tables(shown),
             "",
             f"certificate:\n{indent(self.certificate, '  ')}",
@@ -150,6 +159,17 @@ def explanation(compiled: CompiledProgram) -> Explanation:
         passes=[str(report) for report in compiled.reports],
         layers=layers_of(compiled),
     )
+
+
+def folded_inputs(inputs: Mapping[str, str]) -> list[str]:
+    """`name: kind`, one line for all names that differ in numbers alone."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, kind in inputs.items():
+        found.setdefault((re.sub(r"\d+", "*", name), kind), []).append(name)
+    return [
+        f"{names[0]}: {kind}" if len(names) == 1 else f"{pattern}: {kind} ({len(names)} of them)"
+        for (pattern, kind), names in found.items()
+    ]
 
 
 def weight_names(captured: CapturedGraph) -> set[str]:

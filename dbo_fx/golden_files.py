@@ -39,8 +39,8 @@ class Golden:
     folder: Path
     test: str
     update: bool = False
-    note: Callable[[Path, bool], None] = lambda path, written: None
-    _used: Counter[str] = field(default_factory=Counter)
+    note: Callable[[Path, bool], None] = field(default=lambda path, written: None, repr=False)
+    _used: Counter[str] = field(default_factory=Counter, repr=False)
 
     def __call__(self, subject: Subject, name: str | None = None) -> None:
         """Compare a program or a schedule with its golden text.

@@ -27,7 +27,7 @@ from dbo_fx.graph_places import restore_place, saved_place
 from dbo_fx.size_text import parse_size, size_text
 from dbo_fx.symbols import SymbolFacts, free_symbols, rebuilt_mode, size_rules, symbol_facts
 
-__all__ = ["is_graph_file", "load_graph", "read_graph_facts", "save_graph"]
+__all__ = ["graph_constants", "is_graph_file", "load_graph", "read_graph_facts", "save_graph"]
 
 
 def save_graph(captured: CapturedGraph, path: str | os.PathLike[str]) -> Path:
@@ -77,6 +77,21 @@ def load_graph(
     return graph_from_facts(read_graph_facts(path), os.fspath(path), device)
 
 
+def graph_constants(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The constants of a graph, for the Python files of a dump.
+
+    Args:
+        path: A graph file, or a file that has `captured.dbograph.json` beside it.
+
+    Raises:
+        GraphFileError: see `load_graph`.
+    """
+    file = Path(path) if is_graph_file(path) else Path(path).with_name(f"captured{SUFFIX}")
+    return {
+        item["name"]: _constant(item, torch.device) for item in read_graph_facts(file)["constants"]
+    }
+
+
 # Writing.
 
 
@@ -91,7 +106,7 @@ def graph_text(captured: CapturedGraph) -> str:
         "symbol": captured.symbol.name,
         "token_inputs": [[t.name, t.index, t.dim] for t in captured.token_inputs],
     }
-    lists = {
+    lists: dict[str, list[Any]] = {
         "symbols": list(_symbols(captured)),
         "guards": [size_text(g.expr) for g in _environment(captured).guards],
         "constants": list(_constants(captured)),

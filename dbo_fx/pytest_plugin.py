@@ -84,7 +84,7 @@ def compiled_programs() -> CompiledPrograms:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Keep torch's structured trace out of the reports of tests that use the fixtures.
 
-    pytest hangs its handlers on loggers that do not propagate as well. Because torch's trace then has
+    pytest 9 hangs its handlers on loggers that do not propagate as well. As torch's trace then has
     a handler, torch writes all of it, and a failure is followed by hundreds of empty log lines.
     """
     if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):

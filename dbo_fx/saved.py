@@ -270,7 +270,7 @@ def _rename_groups(
             )
     for node in captured.graph.nodes:
         stored_name = opaque.group_of(node) if node.op == "call_function" else None
-        if stored_name in names:
+        if stored_name is not None and stored_name in names:
             _replace_group(node, names[stored_name])
     captured.module.recompile()
 

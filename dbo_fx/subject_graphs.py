@@ -10,17 +10,25 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.fx import Node
 
 from dbo_fx.backend import compile_captured
 from dbo_fx.capture import CapturedGraph, trace, value_of
 from dbo_fx.comm import groups
-from dbo_fx.communication import is_launch, launch_of
+from dbo_fx.communication import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    DISPATCH,
+    REDUCE_SCATTER,
+    communicating_groups,
+)
 from dbo_fx.compiled import CompiledProgram
-from dbo_fx.errors import CommunicationError, DboError, OptionError
+from dbo_fx.errors import CommunicationError, DboError, OptionError, UnsupportedGraphError
 from dbo_fx.options import Options
 from dbo_fx.subjects import RANKS, TRANSPORT, Request
 from dbo_fx.symbols import expression
@@ -75,14 +83,27 @@ def compiled_subject(request: Request, say: Say = _silent) -> Iterator[CompiledP
     """
     options = options_of(request)
     with captured_subject(request, say) as captured:
+        if options.transport is None and _is_meta(captured):
+            options = replace(options, transport=TRANSPORT)
+        if not communicating_groups(captured.graph):
+            raise UnsupportedGraphError(
+                f"{request.what} has no MoE layer: nothing in its graph dispatches rows to other "
+                "ranks. A model communicates through torch.distributed._functional_collectives or "
+                "the dbo_fx ops; dbo_fx.integrations.transformers.expert_parallel puts these into "
+                "Hugging Face models."
+            )
         say("splitting, scheduling and proving")
         yield compile_captured(captured, options, runs=False)
 
 
+def _is_meta(captured: CapturedGraph) -> bool:
+    """Whether the graph's device does not say what carries its communication."""
+    token = captured.placeholders[captured.token_inputs[0].index]
+    return bool(value_of(token).device.type == "meta")
+
+
 def options_of(request: Request) -> Options:
     """How a graph is split and scheduled.
-
-    A config names no device that would say what carries its communication: then it is NCCL.
 
     Raises:
         OptionError: A value is none of those allowed.
@@ -92,8 +113,7 @@ def options_of(request: Request) -> Options:
         given["schedule"] = request.schedule
     if request.microbatches is not None:
         given["num_microbatches"] = request.microbatches
-    transport = TRANSPORT if request.kind == "config" else None
-    return Options(**given, transport=request.transport or transport)
+    return Options(**given, transport=request.transport)
 
 
 @contextmanager
@@ -129,7 +149,7 @@ def _from_model(request: Request, say: Say) -> CapturedGraph:
         raise
     except ModuleNotFoundError as error:
         raise OptionError(f"{request.what} needs a module that is missing: {error}") from error
-    except Exception as error:  # The user's code may fail in any way.
+    except (Exception, SystemExit) as error:  # The user's code may fail in any way.
         first = f"{error}".strip().splitlines() or [""]
         raise OptionError(f"{request.what} fails: {type(error).__name__}: {first[0]}") from error
 
@@ -168,7 +188,7 @@ def _imported(target: str, module_name: str, name: str) -> Callable[[], Any]:
             function = getattr(function, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise OptionError(f"{target!r} cannot be loaded: {error}") from error
-    except Exception as error:  # The user's module may fail in any way.
+    except (Exception, SystemExit) as error:  # The user's module may fail in any way.
         what = f"{type(error).__name__}: {error}"
         raise OptionError(f"{target!r} cannot be loaded: {module_name} fails: {what}") from error
     if not callable(function):
@@ -183,7 +203,7 @@ def _from_file(request: Request, say: Say) -> Iterator[CapturedGraph]:
 
     say("reading the graph")
     captured = load_graph(os.fspath(request.what))
-    ranks, names = ranks_of(captured)
+    ranks, names = ranks_of(captured), sorted(communicating_groups(captured.graph))
     given = request.ranks
     if ranks is not None and given not in (None, ranks):
         raise OptionError(f"{request.what} was captured on {ranks} ranks, not on {given}")
@@ -191,29 +211,24 @@ def _from_file(request: Request, say: Say) -> Iterator[CapturedGraph]:
         yield captured
 
 
-def ranks_of(captured: CapturedGraph) -> tuple[int | None, tuple[str, ...]]:
-    """How many ranks a graph was captured on, and the names of its groups.
+def ranks_of(captured: CapturedGraph) -> int | None:
+    """How many ranks a graph was captured on, as its collectives say; None if none says it."""
+    found = {ranks for node in captured.graph.nodes if (ranks := _ranks_at(node)) is not None}
+    return max(found, default=None)
 
-    Returns:
-        R as the gathered sizes show it, None if none shows; the names in order of appearance.
 
-    Raises:
-        UnsupportedGraphError: A launch is none that can be read.
-    """
-    names: dict[str, None] = {}
-    found: set[int] = set()
-    for node in captured.graph.nodes:
-        if not is_launch(node):
-            continue
-        launch = launch_of(node)
-        names.setdefault(launch.group)
-        if launch.collective == "all_gather":
-            here = expression(value_of(launch.inputs[0]).shape[0])
-            there = expression(value_of(launch.results[0][0]).shape[0])
-            ratio = there / here
-            if ratio.is_Integer:
-                found.add(int(ratio))
-    return max(found, default=None), tuple(names)
+def _ranks_at(node: Node) -> int | None:
+    if node.target is ALL_GATHER or node.target is REDUCE_SCATTER:
+        size = node.args[-2]
+        return size if isinstance(size, int) else None
+    if node.target is ALL_TO_ALL:
+        splits = node.args[1]
+        return len(splits) if isinstance(splits, tuple | list) else None
+    if node.target is not DISPATCH:
+        return None
+    here = expression(value_of(node.all_input_nodes[0]).shape[0])
+    ratio = expression(value_of(node)[0].shape[0]) / here
+    return int(ratio) if ratio.is_Integer else None
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from typing import Any
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import ShapeGuard, SLoc
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, ShapeGuard, SLoc
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._sympy import functions as _size_functions
 from torch.utils._sympy.numbers import int_oo
@@ -277,7 +278,7 @@ def fake_tensor(
     an op under the mode takes ten times as long.
     """
     tensor = torch.empty(0, dtype=dtype, device="meta")
-    tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+    tensor.set_(storage, offset, shape, stride)
     return FakeTensor(mode, tensor, device)
 
 

@@ -1,4 +1,4 @@
-"""Tables as values: aligned plain text for pipes; the commands draw them with rich in a terminal."""
+"""Tables as values: aligned plain text in pipes; in a terminal the commands draw them with rich."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from dbo_fx.certificates.certificate import Certificate
 from dbo_fx.certificates.overlap import Overlap
-from dbo_fx.check import RANKS, Checked, Request, check, check_program
+from dbo_fx.check import Checked, check, check_program
 from dbo_fx.errors import OptionError, Refutation
 from dbo_fx.golden_files import shortened
 from dbo_fx.inspect.action_names import pairs
@@ -25,6 +25,7 @@ from dbo_fx.inspect.diff import diff
 from dbo_fx.inspect.marked_lanes import marked_lanes
 from dbo_fx.inspect.scheduled import Subject, named, overlap_of, program_of
 from dbo_fx.ir import Action, Program, Record, Run, Wait
+from dbo_fx.subjects import RANKS, Bound, Request
 
 if TYPE_CHECKING:
     from dbo_fx.capture import CapturedGraph
@@ -248,7 +249,7 @@ def _checked(subject: Subject, ranks: int) -> Checked:
     if isinstance(subject, Path) or (isinstance(subject, str) and "\n" not in subject):
         return check(Request(str(subject), ranks=ranks))
     program = program_of(subject)
-    return check_program(program, Request(program.schedule, ranks=ranks))
+    return check_program(Bound(program), Request(program.schedule, ranks=ranks))
 
 
 def assert_peak_below(

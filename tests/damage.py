@@ -15,7 +15,7 @@ from random import Random
 from damage_class import Class, class_of
 from dbo_fx import schedules
 from dbo_fx.contracts import Contract
-from dbo_fx.ir import Program, Step
+from dbo_fx.ir import STREAMS, Program, Run, Step
 from generated import Case, case, contracts, scheduled
 
 
@@ -176,3 +176,27 @@ def sample(name: str, rng: Random, cells: Sequence[Cell]) -> Iterator[Mutant]:
         base = cell.base(rng)
         if base is not None:
             yield from islice(mutants(name, base, rng), 1)
+
+
+def jumbled(base: Case, rng: Random, edits: int) -> Program:
+    """A program with random edits of any kind: steps moved, dropped, doubled, on other streams.
+
+    It has no declared class; what can be asked is whether a certificate for it is right.
+    """
+    steps = list(base.program.steps)
+    for _ in range(edits):
+        index = rng.randrange(len(steps))
+        step = steps[index]
+        kind = rng.random()
+        if kind < 0.6:
+            near = index + rng.choice((-3, -2, -1, 1, 2, 3))
+            steps.insert(max(0, min(len(steps) - 1, near)), steps.pop(index))
+        elif kind < 0.8:
+            # A phase that nobody runs is not in the model: such a program is another one.
+            if not isinstance(step, Run) or step.action.half is not None:
+                steps.pop(index)
+        elif kind < 0.9:
+            steps.insert(rng.randrange(len(steps)), step)
+        else:
+            steps[index] = replace(step, stream=rng.choice(STREAMS))
+    return replace(base.program, steps=tuple(steps))

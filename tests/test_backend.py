@@ -17,7 +17,6 @@ import dbo_fx
 from dbo_fx import backend
 from dbo_fx.backend import compile_captured, graph_digest
 from dbo_fx.errors import AgreementError, SoundnessError, UnsupportedGraphError
-from dbo_fx.ir import parse_program
 from dbo_fx.options import Options
 from rank_pool import RankPool
 from small_moe import (
@@ -234,18 +233,6 @@ def test_a_graph_break_inside_a_layer_is_reported_with_its_place(
     line = int(told.removeprefix(f"graph break at {__file__}:").split(":")[0])
     assert "graph_break()" in Path(__file__).read_text().splitlines()[line - 1]
     assert told.endswith("Layers on both sides are compiled apart; use fullgraph=True.")
-
-
-def test_dumps_are_readable_files(tmp_path: Path) -> None:
-    call(PlainMoe(), marked(), dump_dir=str(tmp_path / "dump"))
-    (compiled,) = dbo_fx.compilations()
-    files = {p.name: p.read_text() for p in (tmp_path / "dump" / "rank0" / "0").iterdir()}
-    assert set(files) == {"captured.py", "emitted.py", "program.dbo", "report.txt"}
-    assert parse_program(files["program.dbo"]) == compiled.program
-    assert files["report.txt"] == f"{compiled}\n"
-    assert "torch.ops.dbo_fx.dispatch.default(" in files["captured.py"]
-    assert "# segment_0" in files["emitted.py"]
-    assert "runtime.wait(0, 'comm')" in files["emitted.py"]
 
 
 def test_programs_print_readably() -> None:

@@ -14,7 +14,7 @@ import pytest
 import damage_actions  # noqa: F401 - registers its operators.
 import damage_events  # noqa: F401 - registers its operators.
 import damage_ranks  # noqa: F401 - registers its operators.
-from damage import HARMLESS, OPERATORS, Cell, Mutant, classed, matrix, sample
+from damage import HARMLESS, OPERATORS, Cell, Mutant, classed, jumbled, matrix, sample
 from damage_judges import Judgement, judge, refusal, witness_of
 from dbo_fx import schedules
 from dbo_fx.contracts import CONTRACTS, NCCL
@@ -105,6 +105,18 @@ def test_a_valid_program_is_right_under_every_interleaving_that_is_tried(seed: i
     given = case(seed)
     verdict = witness_of((given.program,) * 2, given.contract, given.program).confirm(12)
     assert verdict.safe, f"{given.contract.name}: {verdict}\n{given.program}"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_certified_is_right_whatever_was_edited(seed: int) -> None:
+    """Random edits have no class; a certificate must be right all the same."""
+    rng = Random(seed)
+    base = case(seed)
+    program = jumbled(base, rng, edits=rng.choice((1, 1, 2)))
+    found = refusal((program,) * 2, base.contract)
+    witness = witness_of((program,) * 2, base.contract, base.program)
+    verdict = witness.confirm(12)
+    assert found is not None or verdict.safe, f"{base.contract.name}: {verdict}\n{program}"
 
 
 def test_a_disagreement_is_reported_with_program_verifier_and_witness() -> None:

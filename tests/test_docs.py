@@ -51,12 +51,12 @@ def blocks(language: str) -> list[Block]:
 
 
 def shown_commands() -> list[tuple[str, str, str]]:
-    """(where, command, expected output) of `$ dbo-fx show` and `check` in console blocks."""
+    """(where, command, expected output) of `$ dbo-fx show`, `check`, `diff` in console blocks."""
     found = []
     for block in blocks("console"):
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
-            if command.startswith(("dbo-fx show", "dbo-fx check")):
+            if command.startswith(("dbo-fx show", "dbo-fx check", "dbo-fx diff")):
                 found.append((str(block), command, output))
     return found
 
@@ -75,7 +75,11 @@ def committed_files() -> list[Path]:
     return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=str)
+# Blocks with tests run under pytest: tests/test_pytest_plugin.py.
+SCRIPTS = [block for block in blocks("python") if "def test_" not in block.text]
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_python_block_runs(block: Block, tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")
@@ -95,7 +99,8 @@ def test_console_block_prints_what_it_says(where: str, command: str, expected: s
         text=True,
         timeout=120,
     )
-    refused = "; fix: " in expected
+    differs = command.startswith("dbo-fx diff") and not expected.rstrip().endswith("no difference")
+    refused = "; fix: " in expected or differs
     assert done.returncode == int(refused), f"{where}: {done.stderr}"
     assert done.stdout.rstrip() == expected.rstrip(), where
 

@@ -16,21 +16,34 @@ from torch import Tensor
 from torch.fx import Graph
 
 from dbo_fx import symbols
-from dbo_fx.capture import CapturedGraph, value_of
+from dbo_fx.capture import CapturedGraph, source_of, value_of
 from dbo_fx.comm import groups
 from dbo_fx.errors import CommunicationError
 from graphs import captured, hidden
 
 PARTS = [
     ("dbo_fx/symbols.py", "torch._dispatch.python", "enable_python_dispatcher"),
+    ("dbo_fx/symbols.py", "torch._guards", "SLoc"),
+    ("dbo_fx/symbols.py", "torch._guards", "ShapeGuard"),
     ("dbo_fx/symbols.py", "torch._subclasses.fake_tensor", "FakeTensor"),
     ("dbo_fx/symbols.py", "torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("dbo_fx/symbols.py", "torch.fx.experimental.proxy_tensor", "make_fx"),
     ("dbo_fx/symbols.py", "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
+    ("dbo_fx/symbols.py", "torch.fx.experimental.symbolic_shapes", "ShapeEnv._update_var_to_range"),
     ("dbo_fx/symbols.py", "torch.fx.traceback", "preserve_node_meta"),
+    ("dbo_fx/symbols.py", "torch.utils._sympy.functions", "CleanDiv"),
+    ("dbo_fx/symbols.py", "torch.utils._sympy.functions", "FloorDiv"),
+    ("dbo_fx/symbols.py", "torch.utils._sympy.functions", "Mod"),
+    ("dbo_fx/symbols.py", "torch.utils._sympy.numbers", "int_oo"),
+    ("dbo_fx/symbols.py", "torch.utils._sympy.value_ranges", "ValueRanges"),
     ("dbo_fx/comm/groups.py", "torch._C._distributed_c10d", "_resolve_process_group"),
     ("dbo_fx/comm/groups.py", "torch.distributed.distributed_c10d", "_get_default_group"),
     ("dbo_fx/comm/groups.py", "torch.distributed.distributed_c10d", "_get_process_group_store"),
+    ("dbo_fx/comm/groups.py", "torch._C._distributed_c10d", "_register_process_group"),
+    ("dbo_fx/comm/groups.py", "torch._C._distributed_c10d", "_unregister_process_group"),
+    ("dbo_fx/torch_trace.py", "torch._logging._internal", "trace_structured"),
+    ("dbo_fx/torch_trace.py", "torch._dynamo.convert_frame", "register_bytecode_hook"),
+    ("dbo_fx/torch_trace.py", "torch._guards", "CompileContext.current_compile_id"),
     ("dbo_fx/capture.py", "torch._dynamo", "mark_dynamic"),
     ("dbo_fx/capture.py", "torch._dynamo", "reset"),
     ("passes/normalize.py", "torch", "sym_max"),
@@ -133,6 +146,77 @@ def test_halves_are_exact_where_a_guard_says_so(graph: CapturedGraph) -> None:
     assert not symbols.are_equal_parts(half, 3, size)
     assert not symbols.are_equal_parts((size + 1) // 3, 3, size + 1)
     assert symbols.are_equal_parts(4, 2, 8)
+
+
+# What graph files build on.
+
+
+def test_where_inputs_come_from_is_known(graph: CapturedGraph) -> None:
+    assert [source_of(n) for n in graph.placeholders] == [
+        "L['x'].size()[0]",
+        "L['x']",
+        "L['other']",
+    ]
+    assert symbols.source_name(None) is None
+
+
+def test_facts_of_symbols(graph: CapturedGraph) -> None:
+    environment = graph.fake_mode.shape_env
+    assert environment is not None
+    facts = symbols.symbol_facts(environment, graph.symbol)
+    assert facts == symbols.SymbolFacts(graph.symbol.name, "positive", 4, 999, 4)
+    assert facts.symbol == graph.symbol
+    odd = sympy.Symbol("odd", odd=True)
+    environment.var_to_range[odd] = environment.var_to_range[graph.symbol]
+    assert symbols.symbol_facts(environment, odd) is None
+    del environment.var_to_range[odd]
+
+
+def test_an_environment_is_made_anew() -> None:
+    s = symbols.SymbolFacts("s1", "positive", 2, None, 6)
+    guard = sympy.Eq(symbols.SIZE_FUNCTIONS["Mod"](s.symbol, 2), 0)
+    mode, size = symbols.rebuilt_mode([s], [guard])
+    environment = mode.shape_env
+    assert environment is not None
+    found = size(2 * s.symbol)
+    assert isinstance(found, torch.SymInt)
+    assert symbols.hint_of(found) == 12
+    assert size(sympy.Integer(3)) == 3
+    rules = symbols.size_rules(environment, s.symbol)
+    assert (rules.lower, rules.upper, rules.guards) == (2, None, (guard,))
+    assert [rules.broken_by(n) is None for n in (1, 2, 3)] == [False, True, False]
+    # It is one that torch can go on with: new guards are added to the given ones.
+    assert bool(size(s.symbol) < 10)
+    assert symbols.symbol_facts(environment, s.symbol) == symbols.SymbolFacts(
+        "s1", "positive", 2, 9, 6
+    )
+
+
+def test_fake_tensors_are_put_together_without_guards() -> None:
+    s = symbols.SymbolFacts("s1", "positive", 2, None, 6)
+    mode, size = symbols.rebuilt_mode([s], [])
+    storage = symbols.fake_storage(size(48 * s.symbol))
+    one, two = (
+        symbols.fake_tensor(
+            mode,
+            storage,
+            [size(s.symbol), 4],
+            [12, 1],
+            offset,
+            dtype=torch.float32,
+            device=torch.device("cuda:0"),
+        )
+        for offset in (0, 8)
+    )
+    assert symbols.fake_mode_of(one) is mode
+    assert (one.device, one.dtype, one.stride()) == (torch.device("cuda:0"), torch.float32, (12, 1))
+    assert symbols.expression(one.shape[0]) == s.symbol
+    assert two.storage_offset() == 8
+    assert symbols.same_storage_key(one) == symbols.same_storage_key(two)
+    assert symbols.expression(one.untyped_storage().nbytes()) == 48 * s.symbol
+    assert symbols.expression((one + two).shape[0]) == s.symbol
+    assert mode.shape_env is not None
+    assert not mode.shape_env.guards
 
 
 # comm/groups.py.

@@ -37,7 +37,9 @@ def check(
     ] = False,
     layers: Annotated[
         int | None,
-        typer.Option(help="MoE layers of a schedule, 2 if left out; layers to keep of a config.", min=1),
+        typer.Option(
+            help="MoE layers of a schedule, 2 if left out; layers to keep of a config.", min=1
+        ),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="For schedules that take any number of them.", min=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from dbo_fx.commands.frame import (
     progress,
     put,
     put_json,
+    tell,
 )
 from dbo_fx.errors import OptionError
 
@@ -33,7 +35,9 @@ def show(
     ],
     layers: Annotated[
         int | None,
-        typer.Option(help="Unroll a schedule over this many MoE layers; keep this many of a config."),
+        typer.Option(
+            help="Unroll a schedule over this many MoE layers; keep this many of a config."
+        ),
     ] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Microbatches, for schedules that take any number of them.")
@@ -51,6 +55,16 @@ def show(
     as_progress: Annotated[
         bool, typer.Option("--progress", help="Show where the ranks of a hung job stand.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the timeline as a page instead.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a trace for Perfetto instead.")
+    ] = None,
+    times: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON with microseconds by action, for --html, --trace."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print a schedule, its unrolled form, a program, or the progress of all ranks.
@@ -62,17 +76,22 @@ def show(
     from dbo_fx.subjects import Request
 
     with exits("show"):
-        request = Request(
-            ", ".join(what), ranks, layers, microbatches, transport, schedule
-        )
+        request = Request(", ".join(what), ranks, layers, microbatches, transport, schedule)
         if as_progress:
-            if request != Request(request.what):
+            if html or trace or times or request != Request(request.what):
                 raise OptionError("--progress shows dumps; leave other options than --json out")
             _show_progress(what, as_json)
             return
+        writes = html is not None or trace is not None
+        if times is not None and not writes:
+            raise OptionError("--times gives the times of a page or a trace; add --html or --trace")
+        if writes and as_json:
+            raise OptionError("--html and --trace write files instead; leave --json out")
         if len(what) > 1:
             raise OptionError(f"found {len(what)} names, wanted one; dumps need --progress")
-        if request.kind == "text":
+        if writes:
+            _write_timeline(request, html, trace, times)
+        elif request.kind == "text":
             _show_text(request, as_json)
         else:
             _show_graph(request, as_json)
@@ -119,3 +138,21 @@ def _show_progress(paths: list[str], as_json: bool) -> None:
 
     dumps = read_progress(paths)
     put_json(picture_json(dumps)) if as_json else put(picture(dumps))
+
+
+def _write_timeline(
+    request: Request, html: Path | None, trace: Path | None, times: Path | None
+) -> None:
+    from dbo_fx.inspect.write_timeline import timeline, write_files
+    from dbo_fx.subjects import read_program
+
+    if request.kind == "text":
+        request.refuse("no model", "ranks")
+        found = timeline(read_program(request).program, times=times)
+    else:
+        from dbo_fx.subject_graphs import compiled_subject
+
+        with progress() as say, compiled_subject(request, say) as compiled:
+            found = timeline(compiled, times=times)
+    for path in write_files(found, html=html, trace=trace):
+        tell("show", f"wrote {path}")

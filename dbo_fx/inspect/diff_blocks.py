@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from dbo_fx.inspect.changes import Change
 from dbo_fx.inspect.diff import GraphDiff
-from dbo_fx.inspect.facts import Facts
-from dbo_fx.ir import Action, Column, draw, lanes
+from dbo_fx.inspect.facts import Facts, action_text
+from dbo_fx.ir import Column, draw, lanes
 
 _LAYER = re.compile(r"@(\d+)")
 _MORE = re.compile(r"and \d+ more")
@@ -36,54 +36,58 @@ class Block:
     lines: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer; None for what is outside of layers."""
+
+    layer: int | None
+    was: tuple[Column, ...]
+    now: tuple[Column, ...]
+    changes: tuple[Change, ...]
+
+    def drawn(self, text: Callable[[str], str]) -> tuple[Lanes, Lanes, Lanes]:
+        """Both sides' lanes and a line for each change, after a text function."""
+        was, now = (_rows(columns, text) for columns in (self.was, self.now))
+        return was, now, tuple(text(_line(change)) for change in self.changes)
+
+    def relative(self) -> tuple[Lanes, Lanes, Lanes]:
+        """The same with layers counted from this one, and without the names of nodes."""
+
+        def rename(found: re.Match[str]) -> str:
+            offset = int(found[1]) - (self.layer or 0)
+            return f"@L{offset:+d}" if offset else "@L"
+
+        return self.drawn(
+            lambda text: _MORE.sub("and more", _LAYER.sub(rename, text.partition("  [")[0]))
+        )
+
+
 def blocks(found: GraphDiff) -> list[Block]:
     """The blocks, those outside of layers first."""
     by_layer: defaultdict[int | None, list[Change]] = defaultdict(list)
     for change in found.changes:
         by_layer[change.layer].append(change)
-    old, new = _lanes_by_layer(found.was), _lanes_by_layer(found.now)
-    none = by_layer.pop(None, [])
-    result = [_outside(none, old, new)] if none else []
-    parts = [
-        (n, old.get(n, ()), new.get(n, ()), [_line(c) for c in by_layer[n]])
-        for n in sorted(layer for layer in by_layer if layer is not None)
-    ]
-    for _, group in groupby(enumerate(parts), key=lambda p: (p[1][0] - p[0], _relative(*p[1]))):
+    old, new = _columns(found.was), _columns(found.now)
+    order = sorted(by_layer, key=lambda layer: -1 if layer is None else layer)
+    parts = [_Part(n, old.get(n, ()), new.get(n, ()), tuple(by_layer[n])) for n in order]
+    is_steady = bool(old) and set(old) | set(new) == {None}
+    result = [_outside(part, is_steady) for part in parts if part.layer is None]
+    layers = enumerate(part for part in parts if part.layer is not None)
+    for _, group in groupby(layers, key=lambda p: ((p[1].layer or 0) - p[0], p[1].relative())):
         result.append(_folded([part for _, part in group]))
     return result
 
 
-def _outside(
-    changes: list[Change], old: dict[int | None, Lanes], new: dict[int | None, Lanes]
-) -> Block:
-    lines = tuple(_alike(_line(change) for change in changes))
-    is_steady = all(set(x) <= {None} for x in (old, new))
-    title = "steady state" if is_steady and old else "outside layers"
-    return Block(title, old.get(None, ()), new.get(None, ()), lines)
+def _outside(part: _Part, is_steady: bool) -> Block:
+    was, now, lines = part.drawn(str)
+    return Block("steady state" if is_steady else "outside layers", was, now, tuple(_alike(lines)))
 
 
-def _folded(parts: list[tuple[int, Lanes, Lanes, list[str]]]) -> Block:
-    first, last = parts[0][0], parts[-1][0]
+def _folded(parts: Sequence[_Part]) -> Block:
+    first, last = parts[0].layer, parts[-1].layer
     if len(parts) == 1:
-        return Block(f"layer {first}", parts[0][1], parts[0][2], tuple(parts[0][3]))
-    was, now, lines = _relative(*parts[0])
-    return Block(f"layers {first}-{last} (L)", was, now, lines)
-
-
-def _relative(
-    layer: int, was: Lanes, now: Lanes, lines: Iterable[str]
-) -> tuple[Lanes, Lanes, Lanes]:
-    """The same text with layers counted from this one, and without the names of nodes."""
-
-    def rename(found: re.Match[str]) -> str:
-        offset = int(found[1]) - layer
-        return f"@L{offset:+d}" if offset else "@L"
-
-    def general(text: str) -> str:
-        return _MORE.sub("and more", _LAYER.sub(rename, text.partition("  [")[0]))
-
-    one, other, rest = (tuple(general(t) for t in texts) for texts in (was, now, lines))
-    return one, other, rest
+        return Block(f"layer {first}", *parts[0].drawn(str))
+    return Block(f"layers {first}-{last} (L)", *parts[0].relative())
 
 
 def _line(change: Change) -> str:
@@ -95,23 +99,26 @@ def _line(change: Change) -> str:
 
 def _alike(lines: Iterable[str]) -> Iterator[str]:
     """Lines that differ in numbers only are one line."""
-    for _, group in groupby(lines, key=lambda line: _NUMBER.sub("*", line.partition("  [")[0])):
-        first, *others = group
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(_NUMBER.sub("*", line.partition("  [")[0]), []).append(line)
+    for first, *others in groups.values():
         yield f"{first}  (and {len(others)} more like it)" if others else first
 
 
-def _lanes_by_layer(facts: Facts) -> dict[int | None, Lanes]:
-    """Per layer its two rows; nothing for graphs without microbatches."""
+def _rows(columns: Sequence[Column], text: Callable[[str], str]) -> Lanes:
+    if not columns:
+        return ()
+    return tuple(draw(columns, lambda action: text(action_text(action))).splitlines())
+
+
+def _columns(facts: Facts) -> dict[int | None, tuple[Column, ...]]:
+    """The lanes by layer; nothing for graphs without microbatches."""
     actions = facts.actions
     if facts.kind == "graph" and any(a.microbatch is None for a in actions):
         return {}
-    columns: defaultdict[int | None, list[Column]] = defaultdict(list)
+    found: defaultdict[int | None, list[Column]] = defaultdict(list)
     for column in lanes(actions):
         layers = [a.layer for a in column.comm or column.comp if a.layer is not None]
-        columns[min(layers, default=None)].append(column)
-    text = str if any(a.microbatch is None for a in actions) else Action.bound
-    is_order = facts.kind == "schedule" and set(columns) == {None}
-    return {
-        layer: tuple(draw(found, str if is_order else text).splitlines())
-        for layer, found in columns.items()
-    }
+        found[min(layers, default=None)].append(column)
+    return {layer: tuple(columns) for layer, columns in found.items()}

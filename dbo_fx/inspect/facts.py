@@ -190,11 +190,11 @@ def facts_of_program(program: Program) -> Facts:
 
 def facts_of_actions(actions: Iterable[Action], source: str) -> Facts:
     """Read a list of actions, such as a schedule's order."""
-    items = [_item_of_action(action, at, _text(action)) for at, action in enumerate(actions)]
+    items = [_item_of_action(action, at, action_text(action)) for at, action in enumerate(actions)]
     return Facts(source, "schedule", tuple(items))
 
 
-def _text(action: Action) -> str:
+def action_text(action: Action) -> str:
     """With layers, labels have become indices."""
     is_bound = action.layer is not None or action.phase is Phase.TAIL
     return action.bound() if is_bound else str(action)

@@ -127,23 +127,26 @@ class _Reader:
     def _storages(self, what: str, value: Any, inputs: Iterable[int]) -> None:
         """Follow storages from a node to the nodes that take it; None is the caller's."""
         here, own = len(self.items), dict[str, int | None]()
-        given = set(inputs)
-        known = {s: life for i in given for s, life in self.storages[i].items()}
+        known: dict[str, set[int | None]] = {}
+        for given in inputs:
+            for storage, life in self.storages[given].items():
+                known.setdefault(storage, set()).add(life)
         for index, storage in enumerate(_tensors(value)):
             if storage in own:
                 continue
-            if storage in known:
-                own[storage] = known[storage]
+            # Copies for several microbatches share what tracing saw: what takes two of them, a
+            # merge, is a view of neither.
+            if len(known.get(storage, ())) == 1:
+                (own[storage],) = known[storage]
             elif what in (INPUT, CONSTANT):
                 own[storage] = None
             else:
                 own[storage] = len(self.born)
                 self.last[len(self.born)] = here
                 self.born.append((here, str(index)))
-        # Copies for several microbatches share what tracing saw, so equal names are several lives.
-        used = {life for i in given for life in self.storages[i].values() if life is not None}
-        self.last |= dict.fromkeys(used, here)
         self.storages.append(own)
+        used = {life for lives in known.values() for life in lives if life is not None}
+        self.last |= dict.fromkeys(used, here)
 
     def lives(self) -> Iterator[Life]:
         """What the graph's own nodes create."""

@@ -28,6 +28,7 @@ from dbo_fx.ir import COMP, Program
 from dbo_fx.passes.lower import qualified_name
 from dbo_fx.pipeline import State
 from dbo_fx.runtime import Runtime
+from dbo_fx.saved import SavedProgram
 from dbo_fx.size_text import size_text
 from dbo_fx.symbols import expression, same_storage_key
 from dbo_fx.tag import Tag, tag_of
@@ -41,28 +42,33 @@ def facts_of_graph(subject: object) -> Facts | None:
     """Read whatever holds a graph.
 
     Args:
-        subject: A `CapturedGraph`, `State`, `CompiledProgram` or `GraphModule`.
+        subject: A `CapturedGraph`, `State`, `CompiledProgram`, `SavedProgram` or `GraphModule`.
 
     Returns:
         The facts; None if it is none of these.
     """
-    match subject:
-        case CompiledProgram():
+    match _unwrapped(subject):
+        case CompiledProgram() as subject:
             return _facts(subject.module, subject.module.graph, {}, _title(subject.program))
-        case State():
+        case State() as subject:
             root = subject.captured.module
             title = "graph" if subject.program is None else _title(subject.program)
             return _facts(subject.module or root, subject.graph, subject.segments, title)
-        case CapturedGraph():
+        case CapturedGraph() as subject:
             return _facts(subject.module, subject.graph, {}, "captured graph")
-        case GraphModule():
+        case GraphModule() as subject:
             return _facts(subject, subject.graph, {}, type(subject).__name__)
     return None
 
 
 def program_of(subject: object) -> Program | None:
     """The program of what has one beside its graph."""
-    return subject.program if isinstance(subject, CompiledProgram | State) else None
+    whole = _unwrapped(subject)
+    return whole.program if isinstance(whole, CompiledProgram | State) else None
+
+
+def _unwrapped(subject: object) -> object:
+    return subject.compiled if isinstance(subject, SavedProgram) else subject
 
 
 def _title(program: Program) -> str:

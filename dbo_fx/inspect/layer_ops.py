@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from os.path import commonprefix
 
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from dbo_fx.capture import module_path
@@ -43,7 +43,13 @@ def _taken(by_rule: dict[tuple[str, str], list[Node]]) -> tuple[Taken, ...]:
 
 
 def _op(node: Node) -> Op:
-    return Op(node.name, str(node.target), module_path(node), line_of(node))
+    target = node.target if isinstance(node.target, OpOverload) else _named(node)
+    return Op(node.name, str(target), module_path(node), line_of(node))
+
+
+def _named(node: Node) -> str:
+    """`getitem` for `operator.getitem`."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _holder(by_rule: dict[tuple[str, str], list[Node]]) -> str:
@@ -59,6 +65,10 @@ def _holder(by_rule: dict[tuple[str, str], list[Node]]) -> str:
 
 
 def _common(paths: Iterable[str]) -> str:
-    parts = [path.split(".") for path in paths]
-    shared: list[str] = list(commonprefix(parts)) if parts else []  # type: ignore[arg-type]
+    """The longest dotted beginning of all paths; empty if it names no layer, by a number."""
+    shared: list[str] = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
     return ".".join(shared) if any(part.isdigit() for part in shared) else ""

@@ -8,12 +8,12 @@ from typing import Protocol
 from dbo_fx.certificates.certificate import Certificate
 from dbo_fx.certificates.of_program import execution_of_program
 from dbo_fx.certificates.overlap import OverlapReport, overlap_report
-from dbo_fx.check import LAYERS, MICROBATCHES, TRANSPORT
 from dbo_fx.contracts import contract
 from dbo_fx.errors import OptionError
 from dbo_fx.inspect.subjects import read_subject
 from dbo_fx.ir import Program, Schedule
 from dbo_fx.ir_bind import bound_program
+from dbo_fx.subjects import LAYERS, MICROBATCHES, TRANSPORT
 
 
 class Scheduled(Protocol):

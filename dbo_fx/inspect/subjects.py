@@ -35,6 +35,10 @@ def read_subject(subject: object) -> object:
         return facts_of_nodes(facts["nodes"], facts["constants"], Path(name).name)
     if name.endswith(schedules.SUFFIX) or name in schedules.names():
         return _parsed(schedules.read(name), name)
+    if Path(name).is_dir():
+        raise OptionError(
+            f"diff: {name} is a folder; name a {schedules.SUFFIX} or a {SUFFIX} file in it"
+        )
     raise OptionError(
         f"diff: {name} is neither a schedule ({', '.join(schedules.names())}), nor a "
         f"{schedules.SUFFIX} file, nor a graph file ({SUFFIX})"

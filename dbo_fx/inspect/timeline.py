@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dbo_fx.certificates.hazards import prove
@@ -235,5 +236,5 @@ def layer_ranges(items: Iterable[Item]) -> tuple[LayerRange, ...]:
 
 
 def _closed(starts: Sequence[tuple[int, float]], end: float) -> tuple[LayerRange, ...]:
-    ends = [at for _, at in starts[1:]] + [end]
-    return tuple(LayerRange(*start, stop) for start, stop in zip(starts, ends, strict=True))
+    borders = pairwise([*(at for _, at in starts), end])
+    return tuple(LayerRange(layer, *span) for (layer, _), span in zip(starts, borders, strict=True))

@@ -5,7 +5,7 @@
   const find = (role) => data.data.map((t, i) => i).filter((i) => data.data[i].meta.role === role);
   const bars = find("bars"), arrows = find("arrows"), layers = data.layers;
   const select = document.getElementById("layer"), events = document.getElementById("events");
-  const CHAR_PX = 7.4, PAD_PX = 6, MOST_HEADS = 160;
+  const CHAR_PX = 7.4, PAD_PX = 6, MOST_HEADS = 160, STEPS = [1, 2, 5, 10, 20, 50, 100];
   let shown = "";
 
   function view() {
@@ -23,18 +23,20 @@
     });
   }
 
+  // "layer 7" where it fits; else numbers, every second, fifth ... one if they come too close.
   function layerLabels({ low, high, px }) {
+    const narrowest = px * Math.min(...layers.map(([, start, end]) => end - start));
+    const last = Math.max(...layers.map(([layer]) => layer));
+    const isLong = narrowest >= ("layer " + last).length * CHAR_PX + PAD_PX;
+    const needed = String(last).length * CHAR_PX + PAD_PX;
+    const step = STEPS.find((s) => s * narrowest >= needed) || STEPS[STEPS.length - 1];
     const found = [];
-    let free = -Infinity;
     for (const [layer, start, end] of layers) {
       const left = Math.max(start, low), right = Math.min(end, high);
-      const long = "layer " + layer;
-      const text = (right - left) * px >= long.length * CHAR_PX + PAD_PX ? long : String(layer);
-      const half = (text.length * CHAR_PX) / 2 + 4, middle = (left + right) / 2;
-      if (right <= left || middle * px - half < free) continue;
-      free = middle * px + half;
-      found.push({ x: middle, y: 1, xref: "x", yref: "paper", yanchor: "top", text: text,
-        showarrow: false, font: { size: 12, color: "#374151" } });
+      const text = isLong ? "layer " + layer : String(layer);
+      if ((!isLong && layer % step) || (right - left) * px < Math.min(narrowest, 24)) continue;
+      found.push({ x: (left + right) / 2, y: 1, xref: "x", yref: "paper", yanchor: "top",
+        text: text, showarrow: false, font: { size: 12, color: "#374151" } });
     }
     return found;
   }

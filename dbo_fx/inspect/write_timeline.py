@@ -79,29 +79,21 @@ def timeline(
 
 
 def write_files(
-    program: Program,
-    *,
-    html: str | Path | None = None,
-    trace: str | Path | None = None,
-    times: str | Path | None = None,
+    found: Timeline, *, html: str | Path | None = None, trace: str | Path | None = None
 ) -> list[Path]:
-    """Write a program's timeline: what `dbo-fx show --html FILE --trace FILE --times FILE` does.
+    """Write a timeline: what `dbo-fx show --html FILE --trace FILE` does with any file names.
 
     Args:
-        program: A bound program.
-        html: Where the page goes.
-        trace: Where the trace goes.
-        times: A JSON file with microseconds by action.
+        found: The timeline.
+        html: Where the page goes, if anywhere.
+        trace: Where the trace goes, if anywhere.
 
     Returns:
         The files written.
 
     Raises:
-        OptionError: As `timeline`; or there is nothing to write.
+        OptionError: A file cannot be written; plotly is needed and not installed.
     """
-    if html is None and trace is None:
-        raise OptionError("--times gives the times of a page or a trace; add --html or --trace")
-    found = timeline_of_program(program, None if times is None else read_times(times))
     written = []
     if html is not None:
         written.append(_write(html, timeline_html(found)))

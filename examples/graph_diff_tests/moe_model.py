@@ -34,7 +34,7 @@ class MoeLayer(nn.Module):
         return h + routed * self.scale + F.silu(self.shared(h))
 
 
-def moe_model(group: str, layers: int = 3, scale: float = 1.0) -> nn.Module:
+def moe_model(group: str, layers: int = 2, scale: float = 1.0) -> nn.Module:
     """A stack of layers, for inference.
 
     Args:

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import dbo_fx
 import torch
+
+import dbo_fx
 from dbo_fx.testing import (
     assert_certified,
     assert_overlaps,
@@ -27,16 +28,8 @@ def test_the_program(golden, pretended_ranks):
     assert_peak_below(compiled, ratio=2.0)
 
 
-def test_what_the_schedule_changes(golden, pretended_ranks):
-    model, tokens = moe_model(pretended_ranks), example_tokens()
-    golden.diff(
-        compile_model(model, tokens).program,
-        compile_model(model, tokens, options=OPTIONS).program,
-    )
-
-
 def test_one_rank_computes_what_the_model_computes(compiled_programs, one_rank):
-    model, tokens = moe_model(one_rank, layers=2), torch.randn(8, 16)
+    model, tokens = moe_model(one_rank, layers=1), torch.randn(8, 16)
     torch._dynamo.mark_dynamic(tokens, 0)
     split = torch.compile(model, backend="dbo_fx", fullgraph=True, options=OPTIONS)
     with torch.no_grad():

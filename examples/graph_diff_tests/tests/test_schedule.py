@@ -13,6 +13,10 @@ def test_text_and_lanes(golden):
     golden.lanes(SCHEDULE)
 
 
+def test_what_it_changes(golden):
+    golden.diff("mlp_shared_overlap", SCHEDULE)
+
+
 def test_the_shared_expert_hides_the_dispatch():
     assert_overlaps(SCHEDULE, comm="D m1", compute="S m0")
     assert_overlaps(SCHEDULE, comm="D m1", compute="MLP m0")

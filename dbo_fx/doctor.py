@@ -1,0 +1,334 @@
+"""What this machine and this installation can do: versions, devices, transports, extras, self-tests.
+
+Versions come from the packages' metadata; nothing heavy is imported but torch.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Any
+
+from dbo_fx.contracts import CONTRACTS
+from dbo_fx.tables import Block, Table, plain
+
+# Version that the tests run with; what else is found may work and has not been tried.
+TESTED = {
+    "python": ("3.11", "3.12"),
+    "torch": ("2.13", "2.11"),
+    "transformers": ("5.19",),
+}
+PACKAGES = (
+    "torch", "transformers", "numpy", "typer", "rich", "plotly", "depyf", "vllm", "deep_ep",
+    "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12",
+)  # fmt: skip
+# Extra: the packages that it brings.
+EXTRAS = {
+    "cli": ("typer", "rich"),
+    "hf": ("transformers",),
+    "html": ("plotly",),
+    "debug": ("depyf",),
+}
+OLDEST_TORCH = (2, 11)
+_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        state: `ok`, `missing`, `untested` or `broken`.
+        found: What was found: a version, a path, a duration.
+        mend: What would mend it; empty where nothing has to be.
+        core: Whether the core needs it.
+    """
+
+    name: str
+    state: str
+    found: str
+    mend: str = ""
+    core: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "found": self.found,
+            "mend": self.mend or None,
+            "core": self.core,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that `dbo-fx doctor` looked at, by section."""
+
+    sections: dict[str, tuple[Finding, ...]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the core works."""
+        return not any(f.core and f.state in ("missing", "broken") for f in self.findings)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings."""
+        return tuple(f for section in self.sections.values() for f in section)
+
+    def blocks(self) -> list[Block]:
+        """Tables, one for each section, and the verdict."""
+        found: list[Block] = []
+        for title, findings in self.sections.items():
+            rows = tuple((f.name, f.state, f.found, f.mend) for f in findings)
+            found += [Table(("", "state", "found", "what to do"), rows, title), ""]
+        broken = [f.name for f in self.findings if f.core and f.state in ("missing", "broken")]
+        verdict = f"the core does not work: {', '.join(broken)}" if broken else "the core works"
+        return [*found, verdict]
+
+    def __str__(self) -> str:
+        """Aligned text."""
+        return plain(self.blocks()).rstrip("\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        sections = {title: [f.to_json() for f in fs] for title, fs in self.sections.items()}
+        return {"ok": self.ok, **sections}
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine and this installation."""
+    return Diagnosis(
+        {
+            "versions": tuple(_versions()),
+            "devices": tuple(_devices()),
+            "transports": tuple(_transport(name) for name in CONTRACTS),
+            "extras": tuple(_extra(name) for name in EXTRAS),
+            "self-tests": (_gloo(), _program(), _compiler()),
+        }
+    )
+
+
+def installed(package: str) -> str | None:
+    """A package's version from its metadata; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _is_tested(name: str, found: str) -> bool:
+    tested = TESTED.get(name)
+    return tested is None or any(found == t or found.startswith(f"{t}.") for t in tested)
+
+
+def _versions() -> list[Finding]:
+    found = [_version("python", platform.python_version(), core=True)]
+    for package in PACKAGES:
+        number = installed(package)
+        if number is not None or package in ("torch", "transformers", "vllm", "deep_ep"):
+            found.append(_version(package, number, core=package == "torch"))
+    if (torch := _torch()) is not None:
+        for name, number in _of_torch(torch):
+            found.append(Finding(name, "ok", number))
+    return found
+
+
+def _version(name: str, number: str | None, *, core: bool = False) -> Finding:
+    if number is None:
+        mend = {"torch": "pip install torch", "transformers": "pip install 'dbo-fx[hf]'"}
+        return Finding(name, "missing", "-", mend.get(name, ""), core)
+    if name == "torch" and tuple(map(int, number.split(".")[:2])) < OLDEST_TORCH:
+        return Finding(name, "broken", number, "pip install --upgrade torch", core)
+    if _is_tested(name, number):
+        return Finding(name, "ok", number, core=core)
+    return Finding(name, "untested", number, f"tested with {', '.join(TESTED[name])}", core)
+
+
+def _torch() -> Any | None:
+    """The module torch, or None where it cannot be imported."""
+    if find_spec("torch") is None:
+        return None
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None
+    return torch
+
+
+def _of_torch(torch: Any) -> list[tuple[str, str]]:
+    """Versions of what torch was built with."""
+    found = []
+    if torch.version.cuda is not None:
+        found.append(("CUDA", str(torch.version.cuda)))
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            found.append(("NCCL in torch", ".".join(map(str, torch.cuda.nccl.version()))))
+    return found
+
+
+def _devices() -> list[Finding]:
+    found = [Finding("cpu", "ok", f"{platform.machine()}, {_cores()} cores", core=True)]
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():
+        why = "no CUDA device" if torch is None or torch.version.cuda else "torch without CUDA"
+        return [*found, Finding("cuda", "missing", why)]
+    count = torch.cuda.device_count()
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        memory_gb = facts.total_memory / 2**30
+        text = f"{facts.name}, {memory_gb:.0f} GiB, {facts.multi_processor_count} SMs"
+        found.append(Finding(f"cuda:{index}", "ok", text))
+    for one in range(count):
+        reached = [o for o in range(count) if o != one]
+        reached = [o for o in reached if torch.cuda.can_device_access_peer(one, o)]
+        if count > 1:
+            text = f"reaches {', '.join(f'cuda:{o}' for o in reached) or 'no other device'}"
+            mend = "" if len(reached) == count - 1 else "see nvidia-smi topo -m"
+            state = "ok" if not mend else "missing"
+            found.append(Finding(f"peer access of cuda:{one}", state, text, mend))
+    return found
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _transport(name: str) -> Finding:
+    """Whether a transport can run here; what is not there says what is missing."""
+    torch = _torch()
+    if torch is None:
+        return Finding(name, "missing", "needs torch", "pip install torch", name == "gloo")
+    if not torch.distributed.is_available():
+        mend = "install a torch that is built with torch.distributed"
+        return Finding(name, "broken", "torch without torch.distributed", mend, name == "gloo")
+    look: dict[str, Callable[[Any], Finding]] = {
+        "gloo": _has_gloo,
+        "nccl": _has_nccl,
+        "deepep_ll": _has_deepep,
+    }
+    if name in look:
+        return look[name](torch)
+    return Finding(name, "ok", "registered by another package")
+
+
+def _has_gloo(torch: Any) -> Finding:
+    if torch.distributed.is_gloo_available():
+        return Finding("gloo", "ok", "CPU reference", core=True)
+    mend = "install a torch that is built with gloo"
+    return Finding("gloo", "broken", "torch without gloo", mend, core=True)
+
+
+def _has_nccl(torch: Any) -> Finding:
+    if torch.version.cuda is None:
+        mend = "install a CUDA build of torch (https://pytorch.org/get-started)"
+        return Finding("nccl", "missing", "torch is built for the CPU", mend)
+    if not torch.distributed.is_nccl_available():
+        return Finding("nccl", "missing", "torch without NCCL", "install a torch with NCCL")
+    if not torch.cuda.is_available():
+        return Finding("nccl", "missing", "no CUDA device", "run on a host with GPUs")
+    return Finding("nccl", "ok", f"{torch.cuda.device_count()} CUDA devices")
+
+
+def _has_deepep(torch: Any) -> Finding:
+    """Only the CPU twin is part of dbo_fx; DeepEP's own kernels are not used."""
+    there = "the deep_ep package is there, but " if find_spec("deep_ep") is not None else ""
+    text = f"CPU twin for tests; {there}its CUDA kernels are not part of this version"
+    return Finding("deepep_ll", "ok", text, "on GPUs use nccl")
+
+
+def _extra(name: str) -> Finding:
+    missing = [package for package in EXTRAS[name] if installed(package) is None]
+    if missing:
+        found = f"without {', '.join(missing)}"
+        return Finding(name, "missing", found, f"pip install 'dbo-fx[{name}]'")
+    found = ", ".join(f"{package} {installed(package)}" for package in EXTRAS[name])
+    return Finding(name, "ok", found)
+
+
+def _gloo() -> Finding:
+    """One rank, over localhost."""
+    name = "gloo over localhost"
+    torch = _torch()
+    if torch is None or not torch.distributed.is_available():
+        return Finding(name, "broken", "needs torch", "pip install torch", core=True)
+    dist = torch.distributed
+    if dist.is_initialized():
+        return Finding(name, "ok", "a process group exists already", core=True)
+    started = time.perf_counter()
+    try:
+        limit = timedelta(seconds=_TIMEOUT_S)
+        store = dist.TCPStore("localhost", 0, 1, True, limit)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
+        try:
+            value = torch.ones(2)
+            dist.all_reduce(value)
+            right = bool((value == 1).all())
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError) as error:
+        mend = "set GLOO_SOCKET_IFNAME to an interface that reaches this host"
+        return Finding(name, "broken", _first_line(error), mend, core=True)
+    if not right:
+        return Finding(name, "broken", "an all-reduce gave a wrong result", core=True)
+    return Finding(name, "ok", f"{time.perf_counter() - started:.2f} s", core=True)
+
+
+def _program() -> Finding:
+    """Read, bind and prove a shipped schedule."""
+    from dbo_fx.check import check
+    from dbo_fx.subjects import Request
+
+    name = "prove a schedule"
+    found = check(Request("mlp_shared_overlap"))
+    if found.certified:
+        return Finding(name, "ok", "mlp_shared_overlap is certified", core=True)
+    return Finding(name, "broken", found.summary, "reinstall dbo-fx", core=True)
+
+
+def _compiler() -> Finding:
+    """Inductor compiles what is not split with a C++ compiler."""
+    import os
+
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    name = "C++ compiler"
+    if path is not None:
+        return Finding(name, "ok", path)
+    why = "none; graphs without MoE communication go to Inductor, which needs one"
+    mend = "apt install g++, or options={'inner_backend': 'eager'}"
+    return Finding(name, "missing", why, mend)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def declared_extras() -> set[str]:
+    """The extras that the installed package declares, to compare `EXTRAS` with."""
+    found = set()
+    for line in requires("dbo-fx") or []:
+        if "extra ==" in line:
+            found.add(line.split("extra ==")[1].strip().strip("\"'"))
+    return found
+
+
+def main() -> int:
+    """Print the diagnosis; for `python -m dbo_fx.doctor`, which needs no extra."""
+    found = diagnose()
+    sys.stdout.write(f"{found}\n")
+    return 0 if found.ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

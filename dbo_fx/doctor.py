@@ -5,6 +5,7 @@ Versions come from the packages' metadata; nothing heavy is imported but torch.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -199,8 +200,6 @@ def _devices() -> list[Finding]:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -298,8 +297,6 @@ def _program() -> Finding:
 
 def _compiler() -> Finding:
     """Inductor compiles what is not split with a C++ compiler."""
-    import os
-
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     path = next((found for name in names if (found := shutil.which(name))), None)
     name = "C++ compiler"
@@ -312,15 +309,6 @@ def _compiler() -> Finding:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def declared_extras() -> set[str]:
-    """The extras that the installed package declares, to compare `EXTRAS` with."""
-    found = set()
-    for line in requires("dbo-fx") or []:
-        if "extra ==" in line:
-            found.add(line.split("extra ==")[1].strip().strip("\"'"))
-    return found
 
 
 def main() -> int:

@@ -179,7 +179,7 @@ def parse_progress(text: str, source: str = "progress dump") -> Progress:
     """
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _bad(source, f"is no JSON ({error})") from error
     if not isinstance(raw, dict) or raw.get("kind") != "progress":
         raise _bad(source, 'is JSON, but no progress dump (no "kind": "progress")')
@@ -187,10 +187,11 @@ def parse_progress(text: str, source: str = "progress dump") -> Progress:
         raise _bad(source, f"has version {raw.get('version')!r}, this dbo_fx reads {VERSION}")
     try:
         progress = _from_json(raw)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        again = progress.to_json()
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise _bad(source, f"is damaged ({what})") from error
-    for key, value in progress.to_json().items():
+    for key, value in again.items():
         if raw.get(key) != value:
             raise _bad(source, f"is damaged: {key} does not fit the other values")
     return progress
@@ -234,6 +235,12 @@ def _from_json(raw: Mapping[str, Any]) -> Progress:
             raise ValueError(f"stream {name} counts outside 0..{row['total']}")
     if raw["device"] not in DEVICES:
         raise ValueError(f"device {raw['device']!r}")
+    if raw["rank"] not in raw["ranks"]:
+        raise ValueError(f"rank {raw['rank']!r} is none of the group's {raw['ranks']}")
+    actions = {place.action for place in order}
+    for action in sorted(actions):
+        if ".recv" in action and action.replace(".recv", ".send") not in actions:
+            raise ValueError(f"{action} has no send")
     since = raw["since_start_ms"]
     return Progress(
         rank=int(raw["rank"]),

@@ -47,14 +47,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
     def note(path: Path, written: bool) -> None:
         # What a test process writes into its reports reaches the one that prints the summary.
-        if config.getoption(_UNUSED):
+        if config.getoption(_UNUSED, False):
             request.node.user_properties.append((_USED_FILE, str(path)))
         if written:
             request.node.user_properties.append((_WRITTEN_FILE, str(path)))
 
     config = request.config
     folder = request.path.parent / FOLDER
-    return Golden(folder, request.node.nodeid, bool(config.getoption(_UPDATE)), note)
+    return Golden(folder, request.node.nodeid, bool(config.getoption(_UPDATE, False)), note)
 
 
 @pytest.fixture

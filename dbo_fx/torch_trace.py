@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from types import CodeType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._logging._internal import trace_structured
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
 def publish(compiled: CompiledProgram) -> None:
     """Hand one compile's artifacts to torch's structured trace, for tlparse.
 
-    Costs nothing unless a trace is being written (environment variable `TORCH_TRACE`).
+    Costs next to nothing unless a trace is being written (environment variable `TORCH_TRACE`).
     """
-    _artifact("dbo_fx_captured_graph", "string", lambda: readable(compiled))
+    certificate = compiled.certificate
+    # The smallest first: torch looks whether anybody wants a trace when it gets the first one.
     _artifact("dbo_fx_program", "string", lambda: str(compiled.program))
-    _artifact("dbo_fx_certificate", "json", lambda: json.dumps(compiled.certificate.to_json()))
-    overlap = compiled.certificate.overlap
-    _artifact("dbo_fx_overlap", "json", lambda: json.dumps(overlap.to_json()))
+    _artifact("dbo_fx_overlap", "json", lambda: json.dumps(certificate.overlap.to_json()))
+    _artifact("dbo_fx_certificate", "json", lambda: json.dumps(certificate.to_json()))
+    _artifact("dbo_fx_captured_graph", "string", lambda: readable(compiled))
 
 
 def readable(compiled: CompiledProgram) -> str:
@@ -44,7 +47,12 @@ def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     )
 
 
-def when_compiled(act: Callable[[CodeType, CodeType], None]) -> bool:
+_Act = Callable[[CodeType, CodeType], None]
+# Keyed by the compile itself: what waits for one that fails goes away with it.
+_WAITING: WeakKeyDictionary[torch._guards.CompileContext, _Act] = WeakKeyDictionary()
+
+
+def when_compiled(act: _Act) -> bool:
     """Call back once Dynamo has made the bytecode of the frame that it is compiling now.
 
     Args:
@@ -53,15 +61,22 @@ def when_compiled(act: Callable[[CodeType, CodeType], None]) -> bool:
     Returns:
         False, and nothing will be called, if Dynamo is not compiling.
     """
-    here = torch._guards.CompileContext.current_compile_id()
+    here = torch._guards.CompileContext.try_get()
     if here is None:
         return False
-
-    def hook(code: CodeType, new_code: CodeType) -> None:
-        # A compile that failed leaves its hook to the next one.
-        handle.remove()
-        if torch._guards.CompileContext.current_compile_id() == here:
-            act(code, new_code)
-
-    handle = torch._dynamo.convert_frame.register_bytecode_hook(hook)
+    _listen()
+    _WAITING[here] = act
     return True
+
+
+@cache
+def _listen() -> None:
+    """Register one hook for good: Dynamo does not let a hook remove itself."""
+    torch._dynamo.convert_frame.register_bytecode_hook(_hook)
+
+
+def _hook(code: CodeType, new_code: CodeType) -> None:
+    here = torch._guards.CompileContext.try_get()
+    act = None if here is None else _WAITING.pop(here, None)
+    if act is not None:
+        act(code, new_code)

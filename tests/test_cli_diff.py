@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer", reason="the cli extra is not installed")
-from program_edits import bound, moved, without
 from typer.testing import CliRunner, Result
 
 from dbo_fx.cli import app
+from program_edits import bound, moved, without
 
 GOLDEN = Path(__file__).parent / "golden"
 PROGRAM = str(GOLDEN / "saved_program.dbo")

@@ -72,7 +72,7 @@ def text(step: Step) -> str:
 
 
 @given(randoms)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_differs_from_itself(rng: Random):
     program = case(rng.randrange(10**6)).program
     assert not diff(program, program)
@@ -82,7 +82,7 @@ def test_nothing_differs_from_itself(rng: Random):
 
 
 @given(programs, randoms)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_other_way_round_is_the_mirror_image(program: Program, rng: Random):
     other = edited(program, rng, rng.randint(1, 6))
     there, back = diff(program, other), diff(other, program)
@@ -111,7 +111,7 @@ def test_labels_of_schedules_are_no_difference():
 
 
 @given(programs, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_two_neighbours_change_places(program: Program, data: st.DataObject):
     index = data.draw(st.integers(0, len(program.steps) - 2))
     one, other = program.steps[index : index + 2]
@@ -142,7 +142,7 @@ def test_two_neighbours_change_places(program: Program, data: st.DataObject):
 
 
 @given(programs, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_dropped_marker(program: Program, data: st.DataObject):
     markers = [i for i, s in enumerate(program.steps) if isinstance(s, Record | Wait)]
     if not markers:
@@ -156,7 +156,7 @@ def test_a_dropped_marker(program: Program, data: st.DataObject):
 
 
 @given(programs, st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_another_stream(program: Program, data: st.DataObject):
     runs = [i for i, s in enumerate(program.steps) if isinstance(s, Run | Keepalive)]
     index = data.draw(st.sampled_from(runs))

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dbo_fx import sync
 from dbo_fx.capture import CapturedGraph
-from dbo_fx.graph_file import save_graph
+from dbo_fx.graph_facts import parse_graph_facts, references
+from dbo_fx.graph_file import graph_text, save_graph
 from dbo_fx.inspect.changes import Change
-from dbo_fx.inspect.diff import diff
+from dbo_fx.inspect.comparing import compare
+from dbo_fx.inspect.diff import GraphDiff, diff
+from dbo_fx.inspect.graph_items import facts_of_nodes
 from dbo_fx.ir import Phase
 from dbo_fx.pipeline import State
 from dbo_fx.tag import retag, tag_of
@@ -236,6 +244,65 @@ def test_another_constant_tensor():
     assert not diff(built(1.0), built(1.0))
     (change,) = changes(built(1.0), built(2.0))
     assert change.kind == "changed"
+
+
+def test_another_dtype_is_told_where_it_begins():
+    text = graph_text(model().captured)
+    was, now = (
+        facts_of_nodes(parse_graph_facts(t)["nodes"], [], "graph")
+        for t in (text, text.replace("float32", "float64"))
+    )
+    found = compare(was, now)
+    inputs = [item for item in was.items if item.is_given]
+    assert {change.kind for change in found} == {"changed"}
+    assert sum(change.count for change in found) == len(inputs) - 1  # One is the number of rows.
+
+
+# Any edits.
+
+
+def random_edits(nodes: list[dict[str, Any]], rng: Random) -> list[dict[str, Any]]:
+    """Other ops, constants and tags; calls doubled, bypassed, and moved where data allows."""
+    nodes = json.loads(json.dumps(nodes))
+    for _ in range(rng.randint(1, 6)):
+        index = rng.randrange(len(nodes))
+        node = nodes[index]
+        if node["op"] != "call_function":
+            continue
+        kind = rng.randrange(6)
+        if kind == 0:
+            node["target"] = rng.choice(["aten::neg.default", "aten::abs.default"])
+        elif kind == 1:
+            node["args"].append(rng.randrange(3))
+        elif kind == 2:
+            node["tag"] = {"phase": rng.choice(["A0", "A1", "MLP", "S"]), "layer": rng.randrange(3)}
+        elif kind == 3:
+            nodes.insert(index, {**node, "name": f"{node['name']}_{rng.random()}"})
+        elif kind == 4 and [*references(node["args"])]:
+            given = next(references(node["args"]))
+            text = json.dumps(nodes[index + 1 :]).replace(f'"%{node["name"]}"', f'"%{given}"')
+            nodes[index:] = json.loads(text)
+        else:
+            following = nodes[index + 1]
+            used = [*references(following["args"]), *references(list(following["kwargs"].values()))]
+            if node["name"] not in used and following["op"] == "call_function":
+                nodes[index : index + 2] = [following, node]
+    return nodes
+
+
+@given(st.integers(0, 2**32).map(Random))
+@settings(max_examples=60, deadline=None)
+def test_any_edits_are_seen_from_both_sides(rng: Random):
+    nodes = parse_graph_facts(graph_text(model().captured))["nodes"]
+    was = facts_of_nodes(nodes, [], "was")
+    edited = random_edits(nodes, rng)
+    now = facts_of_nodes(edited, [], "now")
+    there, back = compare(was, now), compare(now, was)
+    assert [change.mirrored for change in back] == list(there)
+    assert compare(now, facts_of_nodes(edited, [], "again")) == ()
+    assert not there or nodes != edited
+    text = str(GraphDiff(was, now, there))
+    assert text.count("\n") < 10 + 12 * len(there)
 
 
 # Goldens.

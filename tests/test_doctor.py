@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +44,11 @@ def test_whatever_does_not_work_says_why_and_what_to_do(found):
 
 
 def test_every_extra_for_users_is_looked_at():
-    assert set(doctor.EXTRAS) == doctor.declared_extras() - {"demo", "dev"}
+    with (Path(__file__).parent.parent / "pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"]["optional-dependencies"]
+    assert set(doctor.EXTRAS) == set(declared) - {"demo", "dev"}
+    for name, packages in doctor.EXTRAS.items():
+        assert [line.split(">=")[0] for line in declared[name]] == list(packages)
 
 
 def test_a_missing_extra_gives_the_pip_line(monkeypatch):

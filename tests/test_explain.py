@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from dbo_fx.errors import DboError, OptionError
-from dbo_fx.explain import explain
+from dbo_fx import phase_rules as rules
+from dbo_fx.errors import DboError, OptionError, VerificationError
+from dbo_fx.explain import Explanation, explain, folded_inputs
+from dbo_fx.explain_program import explain_program
+from dbo_fx.inspect.layers import Op, folded
+from dbo_fx.ir import Phase
+from dbo_fx.tables import plain
+from program_edits import bound, without
 
 MODELS = """
 import torch
@@ -25,6 +32,12 @@ def cached():
     x, counter, caches = arguments(model)
     torch._dynamo.mark_dynamic(x, 0)
     return model, (x, counter, caches)
+
+def deep():
+    return MoeDecoder(MoeConfig(layers=5, shared_hidden=64)), (torch.randint(256, (6, 16)),)
+
+def without_attention():
+    return PlainMoe(2), (torch.randn(6, 8),)
 
 def mixing():
     model = PlainMoe()
@@ -60,6 +73,100 @@ def test_written_inputs_are_static(models: str) -> None:
     assert found.inputs["l_x_"] == "token:0"
 
 
+def taken(found: Explanation, layer: int) -> dict[tuple[str, str], tuple[Op, ...]]:
+    facts = found.layers[layer]
+    return {(t.phase, t.rule): t.ops for t in facts.taken}
+
+
+def test_every_op_of_a_layer_has_a_phase_and_a_rule(models: str) -> None:
+    found = explain(f"{models}:plain")
+    assert [facts.layer for facts in found.layers] == [0, 1, None]
+    ops = taken(found, 1)
+    cores = ops["A1", rules.CORE]
+    assert [op.op for op in cores] == ["aten.scaled_dot_product_attention.default"]
+    assert cores[0].module.startswith("layers.1.attention")
+    assert cores[0].at.startswith("dbo_fx/models/moe.py:")
+    before = [op.op for op in ops["A0", rules.FOR_CORE]]
+    assert "aten.linear.default" in before
+    assert all("all_gather" in op.op or "wait" in op.op for op in ops["D", rules.SENDS])
+    assert {op.module for op in ops["S", rules.BESIDE]} >= {"layers.1.mlp.shared.up"}
+    assert ("MLP", rules.EXPERTS) in ops
+    assert ("A1", rules.FEEDS) in ops
+    assert {phase for phase, _ in ops} == {"A0", "A1", "D", "MLP", "C", "S"}
+    assert [(t.phase, t.rule) for t in found.layers[-1].taken] == [("TAIL", rules.AFTER)]
+
+
+def test_a_layer_without_attention_says_so(models: str) -> None:
+    found = explain(f"{models}:without_attention")
+    assert ("A0", rules.NO_CORE) in taken(found, 0)
+
+
+def test_the_numbers_of_ops_are_those_of_the_summary(models: str) -> None:
+    found = explain(f"{models}:plain")
+    counts = Counter[str]()
+    for facts in found.layers:
+        for item in facts.taken:
+            counts[item.phase] += len(item.ops)
+    assert f"ops per phase: {', '.join(f'{p.value} {counts[p.value]}' for p in Phase)}" in str(
+        found
+    )
+
+
+def test_equal_layers_are_folded(models: str) -> None:
+    found = explain(f"{models}:deep")
+    assert [len(run) for run in folded(found.layers)] == [1, 3, 1, 1]
+    text = str(found)
+    assert "\nlayers 1 to 3 (layers.1 to layers.3), alike" in text
+    assert "D_m0@l" in text
+    assert "\nlayer 2 " not in text
+
+
+def test_why_a_layer_does_not_overlap(models: str) -> None:
+    found = explain(f"{models}:deep", schedule="sequential")
+    text = plain(found.blocks(3))
+    assert "\nlayer 3 (layers.3)\n" in text
+    assert "\nlayer 2" not in text
+    (row,) = [line for line in text.splitlines() if line.split()[:1] == ["D_m0@3"]]
+    assert row.split(maxsplit=1)[1] == "nothing"
+    reasons = [line.strip() for line in text.splitlines() if line.startswith("    D_m0@3: not ")]
+    assert any(line.startswith("D_m0@3: not A1_m1@3: ") for line in reasons)
+
+
+def test_a_layer_that_is_not_there(models: str) -> None:
+    found = explain(f"{models}:plain")
+    with pytest.raises(OptionError, match="there is no MoE layer 2; they count from 0 to 1"):
+        found.blocks(2)
+
+
+def test_names_of_inputs_that_differ_in_numbers_are_folded() -> None:
+    kinds = {"x_1": "token:0", "b_0": "replicated", "b_1": "replicated", "b_2": "static"}
+    assert folded_inputs(kinds) == [
+        "x_1: token:0",
+        "b_*: replicated (2 of them)",
+        "b_2: static",
+    ]
+
+
+def test_a_program_text_is_explained_without_torch() -> None:
+    code = (
+        "import sys; from dbo_fx.cli import app\n"
+        "app(['explain', 'mlp_shared_overlap', '--layers', '9', '--layer', '7'],"
+        " standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "\nlayer 7\n" in done.stdout
+    assert "C_m1@7: not S_m0@7: schedule (stands before MLP_m1@7)" in done.stdout
+
+
+def test_a_program_that_is_not_safe_has_no_explanation() -> None:
+    wrong = without(bound(), "comp wait e5")
+    with pytest.raises(VerificationError):
+        explain_program(wrong)
+
+
 def test_a_refusal_names_the_op(models: str) -> None:
     with pytest.raises(DboError, match=r"mean .*reduces dim 0"):
         explain(f"{models}:mixing")
@@ -68,7 +175,8 @@ def test_a_refusal_names_the_op(models: str) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("explained_models", "is not module:callable"),
+        ("explained_models", "or module:callable"),
+        ("explained_models:", "is not module:callable"),
         ("explained_models:other", "has no attribute 'other'"),
         ("no_such_module:build", "No module named"),
         ("explained_models:nothing", r"returned int, wanted \(model, args\)"),

@@ -65,7 +65,17 @@ def test_package_list_equals_the_folders():
             assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
 
 
-@pytest.mark.parametrize("module", ["dbo_fx", "dbo_fx.ir", "dbo_fx.schedules", "dbo_fx.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "dbo_fx",
+        "dbo_fx.ir",
+        "dbo_fx.schedules",
+        "dbo_fx.cli",
+        "dbo_fx.testing",
+        "dbo_fx.pytest_plugin",
+    ],
+)
 def test_import_leaves_torch_out(module: str):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     assert run_python(code) == "False"

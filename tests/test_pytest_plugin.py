@@ -58,26 +58,17 @@ FIXTURES = """
 import pytest
 import torch
 import torch.distributed as dist
-from dbo_fx.models import MoeConfig, MoeDecoder
-from dbo_fx.testing import compile_model
 
 
 def test_two_ranks(pretended_ranks, compiled_programs):
     assert dist.get_world_size() == 2
     assert pretended_ranks == dist.group.WORLD.group_name
-    assert len(compiled_programs) == 0
-    model = MoeDecoder(MoeConfig(layers=1)).eval().requires_grad_(False)
-    tokens = torch.zeros(6, 16, dtype=torch.long)
-    compiled = compile_model(model, tokens, options={"schedule": "sequential"})
-    assert list(compiled_programs) == [compiled]
-    assert compiled.program.schedule == "sequential"
-    assert [(t.name, t.dim) for t in compiled.captured.token_inputs] == [("l_tokens_", 0)]
+    assert list(compiled_programs) == []
 
 
 @pytest.mark.parametrize("pretended_ranks", [4], indirect=True)
-def test_four_ranks(pretended_ranks, compiled_programs):
+def test_four_ranks(pretended_ranks):
     assert dist.get_world_size() == 4
-    assert len(compiled_programs) == 0
 
 
 def test_the_group_is_gone():
@@ -99,7 +90,9 @@ def project(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def run_pytest(pytester: pytest.Pytester, *args: str) -> str:
-    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rA", *args)
+    # hypothesis has no part in this, and takes a second to start.
+    without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    done = pytester.runpytest_subprocess(*without, "-rA", *args)
     return done.stdout.str() + done.stderr.str()
 
 

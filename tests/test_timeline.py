@@ -332,6 +332,8 @@ def test_a_page_is_one_file_without_addresses(tmp_path: Path):
     assert "src=" not in own
     assert "<title>mlp_shared_overlap: 3 layers, 2 microbatches, nccl</title>" in own
     assert "@@" not in own
+    assert "order only: one unit per action" in own
+    assert "busy" not in own.partition("<nav>")[0]  # Shares of units would mislead.
 
 
 def test_data_cannot_end_its_script(tmp_path: Path):

@@ -16,7 +16,8 @@ from dbo_fx.contracts import GLOO
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir import Action, Half, Keepalive, Merge, Phase, Program, Record, Run, Step, Wait
 
-INPUT, CONSTANT, OUTPUT, RUN = "input", "constant", "output", "run"
+INPUT, CONSTANT, OUTPUT = "input", "constant", "output"
+RUN, KEEPALIVE = "run", "keepalive"
 
 
 class Place(NamedTuple):
@@ -82,15 +83,20 @@ class Item:
     @property
     def short(self) -> str:
         """How it is called among what something crossed: its action, if it has one."""
-        if self.what in (RUN, "keepalive", "merge"):
-            return self.name
-        return str(self.place) if self.place.phase else self.what
+        return self._known or (str(self.place) if self.place.phase else self.what)
+
+    @property
+    def _known(self) -> str:
+        """The name of what programs are made of."""
+        if self.what == KEEPALIVE:
+            return f"{KEEPALIVE} {self.place._replace(half='')}"
+        return self.name if self.what in (RUN, "merge") else ""
 
     @property
     def label(self) -> str:
         """How it is called by itself; no name of a node in it."""
-        if self.what in (RUN, "keepalive", "merge"):
-            return self.name
+        if self._known:
+            return self._known
         where = str(self.place) if self.place.phase else self.path
         return f"{where} {self.what}".strip()
 
@@ -102,7 +108,7 @@ class Item:
     @property
     def is_light(self) -> bool:
         """Whether it only hands on or holds something; then it moves along with others."""
-        return self.what in ("keepalive", "operator.getitem")
+        return self.what in (KEEPALIVE, "operator.getitem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +168,7 @@ class Facts:
     @property
     def actions(self) -> tuple[Action, ...]:
         """The actions in order, each once: for the lanes."""
-        found = (item.place.action for item in self.items if item.what != "keepalive")
+        found = (item.place.action for item in self.items if item.what != KEEPALIVE)
         return tuple(dict.fromkeys(a for a in found if a is not None))
 
 
@@ -179,7 +185,7 @@ def facts_of_program(program: Program) -> Facts:
     header["microbatches"] = str(program.microbatches)
     markers = [(at, s) for at, s in enumerate(program.steps) if isinstance(s, Record | Wait)]
     return Facts(
-        f"{program.schedule} ({program.layers} layers, {program.transport})",
+        f"{program.schedule} ({layers_text(program.layers)}, {program.transport})",
         "program",
         tuple(items),
         tuple(pair_markers((isinstance(s, Record), s.event, s.stream, at) for at, s in markers)),
@@ -194,6 +200,11 @@ def facts_of_actions(actions: Iterable[Action], source: str) -> Facts:
     return Facts(source, "schedule", tuple(items))
 
 
+def layers_text(count: int) -> str:
+    """`1 layer`, `61 layers`."""
+    return f"{count} layer" if count == 1 else f"{count} layers"
+
+
 def action_text(action: Action) -> str:
     """With layers, labels have become indices."""
     is_bound = action.layer is not None or action.phase is Phase.TAIL
@@ -206,8 +217,8 @@ def _item_of_step(step: Step, at: int) -> Item | None:
             args = "" if slot is None else f"slot {slot}"
             return _item_of_action(action, at, action.bound(), stream, args)
         case Keepalive(stream, action):
-            name = f"keepalive {action.bound()}"
-            return Item(name, "keepalive", at, _place(action), stream=stream)
+            name = f"{KEEPALIVE} {action.bound()}"
+            return Item(name, KEEPALIVE, at, _place(action), stream=stream)
         case Merge(stream):
             return Item("merge", "merge", at, stream=stream)
     return None

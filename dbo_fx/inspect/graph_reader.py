@@ -22,7 +22,7 @@ from dbo_fx.capture import CapturedGraph, module_path, source_of, value_of
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.errors import GraphFileError
 from dbo_fx.graph_codec import encode, target_text
-from dbo_fx.inspect.facts import Facts
+from dbo_fx.inspect.facts import KEEPALIVE, Facts, layers_text
 from dbo_fx.inspect.graph_items import facts_of_nodes
 from dbo_fx.ir import COMP, Program
 from dbo_fx.passes.lower import qualified_name
@@ -72,7 +72,8 @@ def _unwrapped(subject: object) -> object:
 
 
 def _title(program: Program) -> str:
-    return f"graph of {program.schedule} ({program.layers} layers, {program.transport})"
+    layers = layers_text(program.layers)
+    return f"graph of {program.schedule} ({layers}, {program.transport})"
 
 
 def _facts(
@@ -240,6 +241,8 @@ def _tag_values(tag: Tag) -> Values:
 
 
 def _target(node: Node) -> str:
+    if node.target is sync.keepalive:
+        return KEEPALIVE
     try:
         return target_text(node.target, node.name)
     except GraphFileError:

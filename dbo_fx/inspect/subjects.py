@@ -10,7 +10,7 @@ from pathlib import Path
 from dbo_fx import schedules
 from dbo_fx.errors import OptionError
 from dbo_fx.graph_facts import SUFFIX, is_graph_file, read_graph_facts
-from dbo_fx.inspect.facts import Facts, facts_of_actions, facts_of_program
+from dbo_fx.inspect.facts import Facts, facts_of_actions, facts_of_program, layers_text
 from dbo_fx.inspect.graph_items import facts_of_nodes
 from dbo_fx.ir import Action, Program, Schedule, bind, parse, parse_program
 
@@ -128,7 +128,7 @@ def _order(schedule: Schedule, *, keep_labels: bool) -> Iterable[Action]:
 
 
 def _bound(schedule: Schedule, layers: int, microbatches: int | None) -> Facts:
-    title = f"{schedule.name} ({layers} layers)"
+    title = f"{schedule.name} ({layers_text(layers)})"
     return facts_of_actions(bind(schedule, layers, microbatches), title)
 
 
@@ -137,4 +137,4 @@ def _unrolled(schedule: Schedule, program: Program) -> Facts:
 
 
 def _actions(program: Program) -> Facts:
-    return facts_of_actions(program.actions, f"{program.schedule} ({program.layers} layers)")
+    return facts_of_actions(program.actions, f"{program.schedule} ({layers_text(program.layers)})")

@@ -84,11 +84,14 @@ def _json(value: object) -> str:
 
 def _facts(timeline: Timeline) -> str:
     total, unit = timeline.end_us, timeline.unit
-    facts = [("total", f"{total:,.6g} {unit}")]
+    facts = [("total", f"{total:,.6g} {unit}")] if timeline.has_times else []
     for stream in timeline.streams:
-        busy = timeline.busy_us(stream)
-        share = f" ({busy / total:.0%})" if total else ""
-        facts.append((f"{stream} busy", f"{busy:,.6g} {unit}{share}"))
+        if timeline.has_times:  # Shares of units would look like shares of time.
+            busy = timeline.busy_us(stream)
+            share = f" ({busy / total:.0%})" if total else ""
+            facts.append((f"{stream} busy", f"{busy:,.6g} {unit}{share}"))
+        else:
+            facts.append((stream, f"{len(timeline.of(stream))} items"))
     facts.append(("events", str(len(timeline.arrows))))
     if timeline.memory is not None:
         report = timeline.memory.report

@@ -50,6 +50,23 @@ class Contract:
     slots: int | None = None
     parity: int = 1
 
+    def __post_init__(self) -> None:
+        """Refuse numbers under which no second region could be right.
+
+        Raises:
+            OptionError: a number below 1, or regions that would start at different slots.
+        """
+        for key in ("max_in_flight", "slots", "parity"):
+            number = getattr(self, key)
+            if number is not None and number < 1:
+                raise OptionError(f"contract {self.name!r}: {key}={number}, wanted 1 or more")
+        if self.slots is not None and self.parity % self.slots:
+            raise OptionError(
+                f"contract {self.name!r}: with slots={self.slots} and parity={self.parity} the "
+                "second region may start at another slot than the first; make parity a multiple "
+                "of slots"
+            )
+
 
 GLOO = Contract(
     name="gloo",

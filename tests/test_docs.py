@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXECUTED = ("dbo-fx show", "dbo-fx explain", "dbo-fx check", "dbo-fx diff")
 PROSE = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 # Written so that this file does not match itself.
@@ -56,7 +57,7 @@ def shown_commands() -> list[tuple[str, str, str]]:
     for block in blocks("console"):
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
-            if command.startswith(("dbo-fx show", "dbo-fx check", "dbo-fx diff")):
+            if command.startswith(EXECUTED):
                 found.append((str(block), command, output))
     return found
 

@@ -219,3 +219,12 @@ def test_copies_between_devices_make_the_host_wait() -> None:
     assert blocking(aten._to_copy.default, here, result=there)
     assert not blocking(aten.add.Tensor, there, here.sum(), result=there)
     assert not blocking(aten._to_copy.default, META, result=here)
+
+
+def test_a_send_writes_the_buffers_that_it_is_given() -> None:
+    state = run_passes(traced_model(PlainMoe).fresh(), "lower")
+    nodes = {n.name: n for n in state.graph.nodes}
+    send = nodes["D_m1_l0_send"]  # A pass that shared buffers, and forgot to say so.
+    send.replace_input_with(nodes["D_m1_l0_buffers"], nodes["D_m0_l0_buffers"])
+    _, operation = named(execution_of_graph(state, GLOO), "D_m1_l0_send")
+    assert {"D_m0_l0_out0", "D_m1_l0_out0"} <= operation.writes

@@ -88,6 +88,23 @@ def test_transports_and_contracts() -> None:
         contract("smoke")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"slots": 2, "parity": 1}, "make parity a multiple of slots"),
+        ({"slots": 3, "parity": 2}, "make parity a multiple of slots"),
+        ({"slots": 0}, "slots=0, wanted 1 or more"),
+        ({"max_in_flight": 0}, "max_in_flight=0, wanted 1 or more"),
+        ({"parity": 0}, "parity=0, wanted 1 or more"),
+    ],
+)
+def test_a_contract_that_no_program_can_keep_is_refused(
+    change: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(OptionError, match=f"contract 'gloo': .*{reason}"):
+        replace(GLOO, **change)  # type: ignore[arg-type]
+
+
 def table(contracts: list[Contract]) -> str:
     """All fields of the contracts as a Markdown table."""
     lines = [

@@ -189,7 +189,9 @@ class _Reader:
         kind = _kind_of_communication(node)
         created = frozenset() if kind is not Kind.COLLECTIVE else access.results - access.reads
         flight = None
-        if kind is not Kind.COLLECTIVE:
+        if kind is not Kind.COLLECTIVE:  # The buffers that it is given, whatever `effects` say.
+            given_to = self._renamed(self.state.effects.of(given["outputs"])).results
+            access = replace(access, writes=access.writes | given_to)
             flight = f"{_op_name(node).rpartition('_')[0]} {given['flight']}"
         return Operation(
             node.name,

@@ -143,9 +143,7 @@ class LowLatencyTwin:
                 f"{name}: the program sends in slot {slot}, the Buffer of group {group!r} is at "
                 f"slot {buffer.index}. {_REALIGN}"
             )
-        # The kernel has read its inputs when it is done; gloo's threads read them until the recv.
-        sent = [tensor.clone() for tensor in inputs]
-        carried = self._carrier.launch(sent, outputs, collective, group, None, name)
+        carried = self._carrier.launch(inputs, outputs, collective, group, None, name)
         operation = _Operation(name, buffer.index, carried)
         buffer.send(operation, groups.world_size(group))
         return _Sent(buffer, operation)

@@ -2,7 +2,8 @@
 
 `launch` lets the collective write into buffers nobody else sees and fills the visible outputs with
 poison, so that a consumer that the schedule placed too early gives visibly wrong numbers instead
-of right ones by luck.
+of right ones by luck. Inputs are copied: what is written into them behind the send, or what their
+memory becomes, does not reach the peers.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class GlooReference:
         Returns:
             The works and the hidden buffers.
         """
-        sources = tuple(t.contiguous() for t in inputs)
+        # The contract says that a send has read its inputs; gloo's threads read until the recv.
+        sources = tuple(t.clone(memory_format=torch.contiguous_format) for t in inputs)
         hidden = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in outputs)
         works = tuple(
             collectives.start(collective, real, source, group, asynchronous=True)

@@ -16,6 +16,7 @@ from dbo_fx.tables import Block, Table
 
 _INDEX = re.compile(r"\d+")
 TAIL = "tail"
+NOTHING_NEAR = "nothing: schedule (only what it needs, and what needs it, stands near it)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +134,10 @@ def beside_by_layer(report: OverlapReport) -> defaultdict[int | None, list[Besid
     """The communications of every layer, in the order of their sends."""
     found: defaultdict[int | None, list[Beside]] = defaultdict(list)
     for overlap in report.overlaps:
-        item = Beside(
-            overlap.communication.bound(),
-            tuple(map(str, overlap.beside)),
-            tuple(map(str, overlap.prevented)),
-        )
+        beside, prevented = map(str, overlap.beside), tuple(map(str, overlap.prevented))
+        if not overlap.beside and not prevented:
+            prevented = (NOTHING_NEAR,)
+        item = Beside(overlap.communication.bound(), tuple(beside), prevented)
         found[overlap.communication.layer].append(item)
     return found
 

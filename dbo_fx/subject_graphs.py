@@ -6,7 +6,6 @@ Nothing runs: the model may live on the meta device, and the process group only 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from dbo_fx.communication import (
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.errors import CommunicationError, DboError, OptionError, UnsupportedGraphError
 from dbo_fx.options import Options
-from dbo_fx.subjects import RANKS, TRANSPORT, Request
+from dbo_fx.subjects import RANKS, TRANSPORT, Request, as_compiled, graph_file
 from dbo_fx.symbols import expression
 
 TARGET = "module:callable"
@@ -108,12 +107,13 @@ def options_of(request: Request) -> Options:
     Raises:
         OptionError: A value is none of those allowed.
     """
-    given: dict[str, Any] = {}
-    if request.schedule is not None:
-        given["schedule"] = request.schedule
-    if request.microbatches is not None:
-        given["num_microbatches"] = request.microbatches
-    return Options(**given, transport=request.transport)
+    schedule, transport = as_compiled(request) if request.kind == "graph" else (None, None)
+    given = {
+        "schedule": request.schedule or schedule,
+        "transport": request.transport or transport,
+        "num_microbatches": request.microbatches,
+    }
+    return Options.parse({key: value for key, value in given.items() if value is not None})
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def _from_file(request: Request, say: Say) -> Iterator[CapturedGraph]:
     from dbo_fx.graph_file import load_graph
 
     say("reading the graph")
-    captured = load_graph(os.fspath(request.what))
+    captured = load_graph(graph_file(request.what))
     ranks, names = ranks_of(captured), sorted(communicating_groups(captured.graph))
     given = request.ranks
     if ranks is not None and given not in (None, ranks):

@@ -27,6 +27,8 @@ MICROBATCHES = 2
 RANKS = 2
 TRANSPORT = "nccl"
 CONFIG = "config.json"
+# What folders of `dbo_fx.save` and of option `dump_dir` hold.
+GRAPH, SCHEDULE, PROGRAM = f"captured{GRAPH_SUFFIX}", "schedule.dbo", "program.dbo"
 _HEADER_LINES = 5
 
 
@@ -77,7 +79,7 @@ def kind_of(what: str) -> Kind:
     path = Path(what)
     if what.endswith(schedules.SUFFIX):
         return "text"
-    if is_graph_file(what):
+    if is_graph_file(what) or (path / GRAPH).is_file():
         return "graph"
     if path.is_dir() or what.endswith(".json"):
         _check_config(path)
@@ -98,6 +100,41 @@ def kind_of(what: str) -> Kind:
     )
 
 
+def graph_file(what: str) -> Path:
+    """The graph file that a subject of kind `graph` names, itself or by its folder."""
+    path = Path(what)
+    return path / GRAPH if path.is_dir() else path
+
+
+def as_compiled(request: Request) -> tuple[str | None, str | None]:
+    """The schedule and the transport that a folder's graph was compiled with.
+
+    Args:
+        request: A request of kind `graph`.
+
+    Returns:
+        A name or a path, and a name; None where the folder does not say it.
+
+    Raises:
+        OptionError: The folder's schedule is neither in it nor a shipped one, and none was asked
+            for.
+        ScheduleError: The folder's program is damaged.
+    """
+    folder = Path(request.what)
+    program = folder / PROGRAM
+    if not program.is_file():
+        return None, None
+    found = parse_program(schedules.read(str(program)), str(program), allow_wrong=True)
+    if (folder / SCHEDULE).is_file():
+        return str(folder / SCHEDULE), found.transport
+    if found.schedule not in schedules.names() and request.schedule is None:
+        raise OptionError(
+            f"{request.what} was compiled with schedule {found.schedule!r}, which is not part of "
+            "dbo_fx; give its file with --schedule"
+        )
+    return found.schedule, found.transport
+
+
 def config_file(path: Path) -> Path:
     """The config file that a config subject names, itself or by its folder."""
     return path / CONFIG if path.is_dir() else path
@@ -108,7 +145,7 @@ def _check_config(path: Path) -> None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        wanted = f"has no {CONFIG}" if path.is_dir() else "does not exist"
+        wanted = f"has neither {CONFIG} nor {GRAPH}" if path.is_dir() else "does not exist"
         raise OptionError(f"{path} {wanted}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"

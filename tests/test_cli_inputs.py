@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("typer", reason="the cli extra is not installed")
 from typer.testing import CliRunner, Result
 
+from dbo_fx import schedules
 from dbo_fx.cli import app
 from dbo_fx.commands.frame import complete_schedule, complete_subject
 from dbo_fx.errors import OptionError
@@ -111,8 +112,8 @@ def test_kinds(tmp_path: Path):
         ("gone.dbo", None, "cannot be read"),
         ("gone.dbograph.json", None, "cannot be read"),
         ("gone.json", None, "does not exist"),
-        ("folder.dbo/", None, "no config.json"),
-        ("folder", b"", "no config.json"),
+        ("folder.dbo/", None, "has neither config.json nor captured.dbograph.json"),
+        ("folder", b"", "has neither config.json nor captured.dbograph.json"),
         ("binary.dbo", b"\xff\xfe\x00", "not UTF-8 text"),
         ("binary.dbograph.json", b"\xff\xfe\x00", "cannot be read"),
         ("binary.json", b"\xff\xfe\x00", "not UTF-8 text"),
@@ -236,6 +237,21 @@ def test_a_graph_of_another_group_loads(graph):
     done = run("check", graph)
     assert done.exit_code == 0, done.stderr
     assert "over expert group" in done.stdout
+
+
+def test_a_dump_folder_is_taken_as_it_was_compiled(graph, tmp_path):
+    folder = tmp_path / "dumped"
+    folder.mkdir()
+    (folder / "captured.dbograph.json").write_bytes(Path(graph).read_bytes())
+    program = run("show", graph, "--schedule", "sequential", "--transport", "deepep_ll").stdout
+    (folder / "program.dbo").write_text(program)
+    assert kind_of(str(folder)) == "graph"
+    assert run("show", str(folder)).stdout == program
+    assert "nccl" in run("show", str(folder), "--transport", "nccl").stdout
+    (folder / "program.dbo").write_text(program.replace("schedule sequential", "schedule mine"))
+    assert "give its file with --schedule" in refused("explain", str(folder))
+    (folder / "schedule.dbo").write_text(schedules.read("mlp_shared_overlap"))
+    assert "mlp_shared_overlap" in run("show", str(folder)).stdout
 
 
 def config(tmp_path: Path, **changes: object) -> str:

@@ -113,8 +113,9 @@ def test_nothing_is_made_where_no_trace_is_written():
 
 def test_depyf_decompiles_what_dynamo_made(compiled):
     pytest.importorskip("depyf", reason="the debug extra is not installed")
-    versions = ".".join(platform.python_version_tuple()[:2]), ".".join(
-        torch.__version__.split(".")[:2]
+    versions = (
+        ".".join(platform.python_version_tuple()[:2]),
+        ".".join(torch.__version__.split(".")[:2]),
     )
     dump, _, _, messages = compiled
     path = dump / "rank0" / "0" / decompiled.FILE

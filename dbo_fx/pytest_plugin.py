@@ -80,19 +80,23 @@ def compiled_programs() -> CompiledPrograms:
     return CompiledPrograms()
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Keep torch's structured trace out of the reports of tests that use the fixtures.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Keep torch's structured trace out of the reports of tests that use the fixtures."""
+    if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+        without_torch_trace()
+
+
+def without_torch_trace() -> None:
+    """Take pytest's log handlers off torch's structured trace, for this phase of this test.
 
     pytest 9 hangs its handlers on loggers that do not propagate as well. As torch's trace then has
     a handler, torch writes all of it, and a failure is followed by hundreds of empty log lines.
     """
-    if not _FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
-        trace = logging.getLogger("torch.__trace")
-        for handler in list(trace.handlers):
-            if type(handler).__module__ == "_pytest.logging":
-                trace.removeHandler(handler)
-    return (yield)
+    trace = logging.getLogger("torch.__trace")
+    for handler in list(trace.handlers):
+        if type(handler).__module__ == "_pytest.logging":
+            trace.removeHandler(handler)
 
 
 def pytest_terminal_summary(

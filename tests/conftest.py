@@ -45,8 +45,16 @@ def golden(golden: Golden) -> Callable[[str, str], None]:
     return lambda name, text: golden.text(text, name=name)
 
 
+def pytest_runtest_call() -> None:
+    """Save the time that torch's structured trace takes (a tenth of a compile)."""
+    from dbo_fx.pytest_plugin import without_torch_trace
+
+    without_torch_trace()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run."""
+    pytest_runtest_call()
     needs = {mark.name for mark in item.iter_markers()}
     if needs & {"gpu", "multi_gpu"}:
         import torch

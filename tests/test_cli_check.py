@@ -52,7 +52,7 @@ def test_a_certificate_as_json():
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert (found["certified"], found["counterexample"]) == (True, None)
-    assert set(found["certificate"]) == {"hazards", "ranks", "overlap"}
+    assert set(found["certificate"]) == {"hazards", "ranks", "overlap", "assumptions"}
     assert found["certificate"]["hazards"]["capturable"] is True
     assert found["certificate"]["ranks"]["ranks"] == 4
 
@@ -137,7 +137,8 @@ def test_usage_errors_are_one_message(tmp_path):
         "mlp_shared_overlap", "--microbatches", "3"
     )
     found = refused_usage(PROGRAM, "--layers", "2", "--transport", "nccl")
-    assert "is a program already; leave --layers and --transport out" in found
+    assert "is a program already, unrolled over 1 layers and 2" in found
+    assert "leave --layers and --transport out" in found
     assert "is no model; leave --schedule out" in refused_usage(
         "sequential", "--schedule", "sequential"
     )
@@ -171,8 +172,12 @@ def build():
     return PlainMoe(2), arguments(PlainMoe(1))
 
 class Mixes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = PlainMoe()
+
     def forward(self, x):
-        return x - x.mean(0)
+        return self.model(x - x.mean(0))
 
 def mixing():
     return Mixes(), (rows(),)

@@ -1,4 +1,4 @@
-"""What the commands take, how they tell it apart, and that wrong input is one message and exit 2."""
+"""What the commands take, how they tell it apart, and wrong input: one message and exit 2."""
 
 from __future__ import annotations
 

@@ -92,9 +92,9 @@ def test_one_microbatch_has_no_merge():
         (["mlp_shared_overlap", "--layers", "2", "--microbatches", "3"], "of 2 microbatches, not"),
         (["sequential", "--layers", "2", "--microbatches", "0"], "say how many"),
         (["sequential", "--microbatches", "2"], "give --layers too"),
-        ([PROGRAM, "--layers", "2"], "already unrolled over 1 layers and 2 microbatches"),
+        ([PROGRAM, "--layers", "2"], "already, unrolled over 1 layers and 2 microbatches"),
         (["sequential", "--layers", "two"], "'--layers'"),
-        ([], "Missing argument 'NAME|FILE.dbo|DUMP...'"),
+        ([], "Missing argument 'SUBJECT'"),
     ],
 )
 def test_wrong_input_exits_2_with_one_message(arguments, reason):

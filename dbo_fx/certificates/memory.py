@@ -25,6 +25,7 @@ from dbo_fx.capture import CapturedGraph, value_of
 from dbo_fx.certificates.lifetimes import lifetimes_of
 from dbo_fx.certificates.memory_report import Alive, MemoryReport, Moment
 from dbo_fx.certificates.storage_spans import WHOLE, Bytes, Span, program_spans, traced_spans
+from dbo_fx.errors import OptionError
 from dbo_fx.passes.schedule import action_of
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import expression, hint_of
@@ -52,7 +53,12 @@ class MemoryCertificate:
         Args:
             tokens: Size of the whole batch along the dim that is split.
             others: Values of further size symbols; the traced ones if left out.
+
+        Raises:
+            OptionError: `tokens` is no size.
         """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise OptionError(f"memory: tokens={tokens!r} is no batch size; pass an integer >= 1")
         return self._model.at(tokens, others)
 
     def with_measured(self, measured: Measured) -> MemoryCertificate:

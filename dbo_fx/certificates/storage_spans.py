@@ -57,7 +57,8 @@ def program_spans(lifetimes: Sequence[Lifetime], order: Sequence[Node]) -> tuple
     for lifetime in lifetimes:
         tag, value = tag_of(lifetime.born), lifetime.value
         microbatch = WHOLE if tag is None or tag.microbatch is None else tag.microbatch
-        size = _dense(value) if lifetime.born.target is BUFFERS else storage_bytes(value)
+        fresh = lifetime.born.target is BUFFERS or (tag is not None and tag.role == "merge")
+        size = _dense(value) if fresh else storage_bytes(value)
         dies = last if lifetime.dies is None else position[lifetime.dies]
         born = position[lifetime.born]
         found.append(Span(lifetime.name.rstrip("_"), size, born, dies, microbatch))
@@ -97,7 +98,7 @@ def storage_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 def _dense(tensor: torch.Tensor) -> Bytes:
-    """Landing buffers are contiguous, whatever layout was traced for the result."""
+    """Landing buffers and merges have memory of their own, whatever was traced for the result."""
     size: Bytes = tensor.numel() * tensor.element_size()
     return size
 

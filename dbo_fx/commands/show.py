@@ -27,7 +27,7 @@ def show(
     what: Annotated[
         list[str],
         typer.Argument(
-            metavar="SUBJECT...",
+            metavar="SUBJECT",
             help="A schedule's name, a .dbo file, a saved graph, MODULE:CALLABLE or a Hugging Face "
             "config; or dumps or their folders, with --progress.",
             autocompletion=complete_subject,

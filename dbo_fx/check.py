@@ -18,6 +18,7 @@ from dbo_fx.certificates.of_program import execution_of_program
 from dbo_fx.certificates.overlap import overlap_report
 from dbo_fx.certificates.ranks import prove_plan
 from dbo_fx.errors import DboError, GraphFileError, OptionError, Refutation, VerificationError
+from dbo_fx.ir_program import check_form
 from dbo_fx.subjects import RANKS, Bound, Request, read_program
 
 
@@ -102,6 +103,8 @@ def check_program(bound: Bound, request: Request, captured: bool = False) -> Che
 
     Raises:
         OptionError: No transport has the name in the program's header.
+        ScheduleError: Nothing is unsafe, but no command would run the text: `parse_program`
+            refuses it.
     """
     execution = execution_of_program(bound.program)
     execution = replace(execution, source=Path(request.what).name, lines=bound.lines)
@@ -109,9 +112,12 @@ def check_program(bound: Bound, request: Request, captured: bool = False) -> Che
         proven = hazards.prove(execution, captured)
         count = RANKS if request.ranks is None else request.ranks
         ranks = prove_plan({"split": execution}, ranks=count)
-        return Checked(request.what, Certificate(proven, ranks, overlap_report(execution)))
+        certificate = Certificate(proven, ranks, overlap_report(execution))
     except VerificationError as error:
         return _refused(request, error)
+    if bound.lines:
+        check_form(bound.program, request.what, bound.lines)
+    return Checked(request.what, certificate)
 
 
 def check_graph(

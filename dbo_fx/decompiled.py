@@ -1,7 +1,7 @@
 """What Dynamo made of the compiled function, as Python: written into dump folders by depyf.
 
-depyf is optional (`pip install 'dbo-fx[debug]'`) and reads bytecode, so it follows new Pythons late.
-Whatever it fails at is a warning that names it; the dump and the compile go on.
+depyf is optional (`pip install 'dbo-fx[debug]'`) and reads bytecode, so it follows new Pythons
+late. Whatever it fails at is a warning that names it; the dump and the compile go on.
 """
 
 from __future__ import annotations

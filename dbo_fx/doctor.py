@@ -1,4 +1,4 @@
-"""What this machine and this installation can do: versions, devices, transports, extras, self-tests.
+"""What this machine and installation can do: versions, devices, transports, extras, self-tests.
 
 Versions come from the packages' metadata; nothing heavy is imported but torch.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from dbo_fx import self_tests
 from dbo_fx.contracts import CONTRACTS
-from dbo_fx.tables import Block, Table, plain
+from dbo_fx.diagnosis import Diagnosis, Finding
 
 # Version that the tests run with; what else is found may work and has not been tried.
 TESTED = {
@@ -38,72 +38,6 @@ EXTRAS = {
     "debug": ("depyf",),
 }
 OLDEST_TORCH = (2, 11)
-_TIMEOUT_S = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        state: `ok`, `missing`, `untested` or `broken`.
-        found: What was found: a version, a path, a duration.
-        mend: What would mend it; empty where nothing has to be.
-        core: Whether the core needs it.
-    """
-
-    name: str
-    state: str
-    found: str
-    mend: str = ""
-    core: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "found": self.found,
-            "mend": self.mend or None,
-            "core": self.core,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Everything that `dbo-fx doctor` looked at, by section."""
-
-    sections: dict[str, tuple[Finding, ...]]
-
-    @property
-    def ok(self) -> bool:
-        """Whether the core works."""
-        return not any(f.core and f.state in ("missing", "broken") for f in self.findings)
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All findings."""
-        return tuple(f for section in self.sections.values() for f in section)
-
-    def blocks(self) -> list[Block]:
-        """Tables, one for each section, and the verdict."""
-        found: list[Block] = []
-        for title, findings in self.sections.items():
-            rows = tuple((f.name, f.state, f.found, f.mend) for f in findings)
-            found += [Table(("", "state", "found", "what to do"), rows, title), ""]
-        broken = [f.name for f in self.findings if f.core and f.state in ("missing", "broken")]
-        verdict = f"the core does not work: {', '.join(broken)}" if broken else "the core works"
-        return [*found, verdict]
-
-    def __str__(self) -> str:
-        """Aligned text."""
-        return plain(self.blocks()).rstrip("\n")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        sections = {title: [f.to_json() for f in fs] for title, fs in self.sections.items()}
-        return {"ok": self.ok, **sections}
 
 
 def diagnose() -> Diagnosis:
@@ -114,7 +48,7 @@ def diagnose() -> Diagnosis:
             "devices": tuple(_devices()),
             "transports": tuple(_transport(name) for name in CONTRACTS),
             "extras": tuple(_extra(name) for name in EXTRAS),
-            "self-tests": (_gloo(), _program(), _compiler()),
+            "self-tests": (self_tests.gloo(), self_tests.program(), self_tests.compiler()),
         }
     )
 
@@ -196,6 +130,31 @@ def _devices() -> list[Finding]:
             mend = "" if len(reached) == count - 1 else "see nvidia-smi topo -m"
             state = "ok" if not mend else "missing"
             found.append(Finding(f"peer access of cuda:{one}", state, text, mend))
+    return [*found, *_links(count)]
+
+
+def _links(count: int) -> list[Finding]:
+    """What connects the devices, as nvidia-smi calls it: `NV18`, `PIX`, `SYS`."""
+    if count < 2 or shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(
+        ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False
+    )
+    return links_in(done.stdout)
+
+
+def links_in(topology: str) -> list[Finding]:
+    """Read the matrix that `nvidia-smi topo -m` prints."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
+    rows = [words for words in lines if words and re.fullmatch(r"GPU\d+", words[0])]
+    rows = [words for words in rows if "X" in words]  # The head has no diagonal.
+    found = []
+    for one, words in enumerate(rows):
+        for other in range(one + 1, len(rows)):
+            link = words[1 + other]
+            state = "ok" if link.startswith("NV") else "missing"
+            text = f"{link}, NVLink" if state == "ok" else f"{link}, no NVLink"
+            found.append(Finding(f"link {words[0]} to {rows[other][0]}", state, text))
     return found
 
 
@@ -253,62 +212,6 @@ def _extra(name: str) -> Finding:
         return Finding(name, "missing", found, f"pip install 'dbo-fx[{name}]'")
     found = ", ".join(f"{package} {installed(package)}" for package in EXTRAS[name])
     return Finding(name, "ok", found)
-
-
-def _gloo() -> Finding:
-    """One rank, over localhost."""
-    name = "gloo over localhost"
-    torch = _torch()
-    if torch is None or not torch.distributed.is_available():
-        return Finding(name, "broken", "needs torch", "pip install torch", core=True)
-    dist = torch.distributed
-    if dist.is_initialized():
-        return Finding(name, "ok", "a process group exists already", core=True)
-    started = time.perf_counter()
-    try:
-        limit = timedelta(seconds=_TIMEOUT_S)
-        store = dist.TCPStore("localhost", 0, 1, True, limit)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
-        try:
-            value = torch.ones(2)
-            dist.all_reduce(value)
-            right = bool((value == 1).all())
-        finally:
-            dist.destroy_process_group()
-    except (RuntimeError, ValueError) as error:
-        mend = "set GLOO_SOCKET_IFNAME to an interface that reaches this host"
-        return Finding(name, "broken", _first_line(error), mend, core=True)
-    if not right:
-        return Finding(name, "broken", "an all-reduce gave a wrong result", core=True)
-    return Finding(name, "ok", f"{time.perf_counter() - started:.2f} s", core=True)
-
-
-def _program() -> Finding:
-    """Read, bind and prove a shipped schedule."""
-    from dbo_fx.check import check
-    from dbo_fx.subjects import Request
-
-    name = "prove a schedule"
-    found = check(Request("mlp_shared_overlap"))
-    if found.certified:
-        return Finding(name, "ok", "mlp_shared_overlap is certified", core=True)
-    return Finding(name, "broken", found.summary, "reinstall dbo-fx", core=True)
-
-
-def _compiler() -> Finding:
-    """Inductor compiles what is not split with a C++ compiler."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    path = next((found for name in names if (found := shutil.which(name))), None)
-    name = "C++ compiler"
-    if path is not None:
-        return Finding(name, "ok", path)
-    why = "none; graphs without MoE communication go to Inductor, which needs one"
-    mend = "apt install g++, or options={'inner_backend': 'eager'}"
-    return Finding(name, "missing", why, mend)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def main() -> int:

@@ -25,10 +25,9 @@ from dbo_fx.subject_graphs import compiled_subject
 from dbo_fx.subjects import Request
 from dbo_fx.tables import Block, plain
 
-
 MERGED = (
-    "Layers are MoE layers, counted from 0. Where the schedule does not cut between A0 and A1, both "
-    "are one run of compute, called A1 below."
+    "Layers are MoE layers, counted from 0. Where the schedule does not cut between A0 and A1, "
+    "both are one run of compute, called A1 below."
 )
 
 

@@ -11,7 +11,7 @@ from dbo_fx.errors import ScheduleError
 
 COMP, COMM = "comp", "comm"
 
-_NUMBER = "0|[1-9][0-9]*"
+_NUMBER = "0|[1-9][0-9]{0,8}"
 _ACTION = re.compile(
     rf"(?P<phase>[^\W_]+)_(?P<microbatch>\w+)(?:\.(?P<half>\w+))?(?:@(?P<layer>{_NUMBER}))?"
 )

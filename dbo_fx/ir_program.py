@@ -163,6 +163,21 @@ def parse_program(text: str, source: str = "program text", *, allow_wrong: bool 
     return program
 
 
+def check_form(program: Program, source: str, lines: Sequence[int]) -> None:
+    """Refuse what `parse_program` refuses, of a program that was read with `allow_wrong`.
+
+    Args:
+        program: The program.
+        source: What to call its text in errors.
+        lines: The number of every step's line.
+
+    Raises:
+        ScheduleError: The program cannot be right; the message marks the line.
+    """
+    body = [(number, str(step)) for number, step in zip(lines, program.steps, strict=True)]
+    _check_program(program, source, body)
+
+
 def _line_error(
     source: str, body: Sequence[tuple[int, str]], index: int, reason: str
 ) -> ScheduleError:
@@ -178,10 +193,11 @@ def _read_header(lines: Sequence[tuple[int, str]], source: str) -> dict[str, str
         found, _, value = line.partition(" ")
         value = value.strip()
         is_count = key in ("microbatches", "layers")
-        right = re.fullmatch("[1-9][0-9]*", value) if is_count else is_name(value)
+        right = re.fullmatch("[1-9][0-9]{0,3}", value) if is_count else is_name(value)
         if found != key or not right:
             where = f"{source}, line {number}" if number else source
             wanted = f"'{key} {'2' if is_count else 'NAME'}'"
+            wanted += ", at most 9999" if is_count and value.isdecimal() else ""
             raise ScheduleError(f"{where}: found {line!r}; wanted a line like {wanted}")
         header[key] = value
     return header
@@ -211,13 +227,13 @@ def _read_step(line: str) -> Step:
 
 
 def _read_slot(text: str) -> int:
-    if re.fullmatch("0|[1-9][0-9]*", text) is None:
+    if re.fullmatch("0|[1-9][0-9]{0,8}", text) is None:
         raise ScheduleError(f"{text!r} is not a slot; write it like slot 0")
     return int(text)
 
 
 def _read_event(text: str) -> int:
-    if re.fullmatch("e(0|[1-9][0-9]*)", text) is None:
+    if re.fullmatch("e(0|[1-9][0-9]{0,8})", text) is None:
         raise ScheduleError(f"{text!r} is not an event; write it like e0")
     return int(text[1:])
 

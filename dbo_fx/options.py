@@ -36,8 +36,8 @@ class Options:
         on_unsupported: `raise`, or `fallback`: log the reason once and use `inner_backend`.
         verify: `static`: dependencies, streams, lifetimes, guards and ranges. `numeric`: these and,
             on the first call, the split program against the unsplit graph on the real inputs.
-        dump_dir: Folder for graphs as runnable Python, the program and what was proven, in a folder
-            `rankR/N` for the N-th compilation of rank R (see `dbo_fx/dump.py`); None writes nothing.
+        dump_dir: Folder for graphs as runnable Python, the program and what was proven; each in a
+            folder `rankR/N` for the N-th compilation of rank R. None writes nothing.
         agree_timeout_s: How long to wait for the other ranks' program hash after a compile, in
             seconds.
         progress: Whether the program counts the actions it has finished (see docs/hangs.md); None

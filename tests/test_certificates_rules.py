@@ -11,6 +11,7 @@ from dbo_fx.certificates.of_program import execution_of_program
 from dbo_fx.certificates.rules import Region, check_regions
 from dbo_fx.contracts import DEEPEP_LL, NCCL, Contract
 from dbo_fx.ir import Action, Half, Phase, Program, Run
+from dbo_fx.witness import ProgramWitness
 from program_edits import at, bound, changed, doubled, moved, refusal, rules_of, with_steps, without
 
 
@@ -121,7 +122,7 @@ def test_without_a_limit_several_may_be_in_flight():
 
 
 def test_as_many_as_there_are_slots_without_a_limit_of_their_own():
-    slotted = replace(DEEPEP_LL, name="slotted", max_in_flight=None, parity=1)
+    slotted = replace(DEEPEP_LL, name="slotted", max_in_flight=None)
     assert not rules_of(two_in_flight(), slotted)
     one = replace(slotted, slots=1)
     assert rules_of(renumbered(two_in_flight(), 1), one) == {"slot"}
@@ -129,7 +130,7 @@ def test_as_many_as_there_are_slots_without_a_limit_of_their_own():
 
 def test_a_slot_is_taken_again_only_when_it_is_received():
     """Two in flight are allowed, but the later one is received first."""
-    slotted = replace(DEEPEP_LL, name="slotted", max_in_flight=2, parity=1)
+    slotted = replace(DEEPEP_LL, name="slotted", max_in_flight=2)
     program = bound("deepep_ll", schedule="sequential")
     order = [
         *("comp A0_m1@0", "comp A1_m1@0", "comp D_m1.send@0 slot 0", "comp D_m1.recv@0 slot 0"),
@@ -170,6 +171,15 @@ def test_a_recv_reads_its_sends_slot():
     recv = replace(SEND, half=Half.RECV)
     wrong = changed(ll(), "comp D_m1.recv@0 slot 1", Run("comp", recv, 0))
     assert rules_of(wrong) == {"slot"}
+
+
+def test_a_transport_without_slots_is_given_none():
+    base = bound("nccl", 1)
+    send = next(s for s in base.steps if isinstance(s, Run) and s.action.half is Half.SEND)
+    wrong = changed(base, str(send).replace("  ", " "), replace(send, slot=0))
+    found = [v for v in violations(execution_of_program(wrong)) if v.rule == "slot"]
+    assert [v.missing for v in found] == ["D_m0.send@0 on comm uses slot 0; nccl has no slots"]
+    assert not ProgramWitness(wrong, reference=base).confirm(1).safe
 
 
 def test_slots_that_the_text_leaves_out_are_the_transports():

@@ -54,7 +54,7 @@ def test_a_certificate_as_json():
     assert (found["certified"], found["counterexample"]) == (True, None)
     assert set(found["certificate"]) == {"hazards", "ranks", "overlap", "assumptions"}
     assert found["certificate"]["hazards"]["capturable"] is True
-    assert found["certificate"]["ranks"]["ranks"] == 4
+    assert found["certificate"]["ranks"]["variants"][0]["ranks"] == 4
 
 
 def test_a_refused_program_shows_lines_of_its_file(damaged, golden):
@@ -211,7 +211,13 @@ def test_a_model_that_is_refused_says_why(model):
     assert "mean" in done.stdout
     assert f"dbo-fx check: {model}:mixing is refused: " in done.stderr
     found = json.loads(check(f"{model}:mixing", "--json").stdout)
-    assert found == {"certified": False, "certificate": None, "counterexample": None}
+    assert "mean" in found.pop("refusal")
+    assert found == {
+        "what": f"{model}:mixing",
+        "certified": False,
+        "certificate": None,
+        "counterexample": None,
+    }
 
 
 def test_programs_are_checked_without_torch():
@@ -223,3 +229,24 @@ def test_programs_are_checked_without_torch():
         [sys.executable, "-c", code, PROGRAM], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, f"dbo-fx check: {PROGRAM} is certified\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("layers 1", "layers 99999", "wanted a line like 'layers 2', at most 9999"),
+        ("layers 1", f"layers {'9' * 5000}", "at most 9999"),
+        ("microbatches 2", "microbatches 99999999", "at most 9999"),
+        ("record e0", f"record e{'9' * 5000}", "is not an event"),
+        ("comp  A0_m0@0", f"comp  A0_m{'9' * 5000}@0", "is no microbatch here"),
+        ("comp  A0_m0@0", f"comp  A0_m0@{'9' * 5000}", "is not an action"),
+        ("keepalive D_m0@0", "keepalive D_m0.send@0", "D_m0.send@0 is no communication"),
+        ("comp  merge", "comp  keepalive D_m0@0\ncomp  merge", "D_m0@0 is released twice"),
+    ],
+)
+def test_a_text_that_no_command_would_run_is_not_certified(tmp_path, old, new, said):
+    path = tmp_path / "odd.dbo"
+    text = Path(PROGRAM).read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    assert said in refused_usage(str(path))

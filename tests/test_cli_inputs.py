@@ -346,6 +346,49 @@ def test_the_shell_gets_completions():
     assert done.stdout.split() == ["mlp_shared_overlap"]
 
 
+def in_terminal(*arguments: str) -> str:
+    """What the command writes to a terminal of 100 columns."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dbo_fx.cli", *arguments]
+    env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+    }
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=env):
+        os.close(theirs)
+        parts = []
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # The other end is closed.
+                break
+            if not part:
+                break
+            parts.append(part)
+    os.close(ours)
+    return b"".join(parts).decode()
+
+
+def test_tables_are_drawn_in_a_terminal_and_plain_in_a_pipe():
+    arguments = ("explain", "mlp_shared_overlap", "--layer", "1")
+    drawn, piped = in_terminal(*arguments), run(*arguments).stdout
+    assert "\u2500" in drawn  # A line of a table.
+    assert "\u2500" not in piped
+    assert "\x1b" not in piped
+    for text in (drawn, piped):
+        assert "A0_m1@1 A1_m1@1" in text
+        assert "C_m1@1: not S_m0@1: schedule (stands before MLP_m1@1)" in text
+
+
+def test_progress_is_for_terminals(models, tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dbo_fx.cli import main; main()"
+    command = [sys.executable, "-c", code, "show", f"{models}:build"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.startswith("# digest ")
+    assert "tracing" not in done.stderr
+
+
 def test_requests_name_all_options_that_do_not_fit():
     with pytest.raises(OptionError, match="x is odd; leave --ranks and --dim out"):
         Request("x", ranks=2, dim=0).refuse("odd", "ranks", "layers", "dim")

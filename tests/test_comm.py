@@ -85,6 +85,27 @@ def run_halves(rank: int) -> dict[str, Any]:
     return seen
 
 
+def run_overwritten(rank: int) -> bool:
+    """Rank 1 sends only when rank 0 has overwritten what it has sent."""
+    group, store = world(), dist.distributed_c10d._get_default_store()
+    x = tokens(rank)[0]
+    want = [tokens(r)[0] for r in range(R)]
+    if rank:
+        store.wait(["overwritten"])
+    got = OPS.comm_buffers([x], "all_gather", group)
+    OPS.dispatch_send([x], got, "all_gather", group, "gloo", 0)
+    x.fill_(-1)
+    if not rank:
+        store.set("overwritten", "yes")
+    OPS.dispatch_recv(got, group, "gloo", 0)
+    return torch.equal(got[0], torch.cat(want))
+
+
+def test_a_send_has_read_its_inputs(ranks: RankPool) -> None:
+    """Behind the send they may be overwritten, or their memory handed out again."""
+    assert ranks(run_overwritten) == [True, True]
+
+
 def test_halves_equal_the_fused_ops_and_are_poisoned_until_received(ranks: RankPool) -> None:
     for seen in ranks(run_halves):
         assert seen["in_flight"] == [

@@ -55,6 +55,16 @@ def test_outputs_hold_poison_until_the_recv_and_slots_take_turns(group: str) -> 
         assert torch.equal(out[0], x)
 
 
+def test_a_region_does_not_start_over_what_is_not_received(group: str) -> None:
+    x = torch.ones(2, 3)
+    OPS.dispatch_recv(send(x, group, 0, 0), group, LL, 0, 0)
+    out = send(x, group, 1, 1)  # The index is at slot 0 again.
+    with pytest.raises(CommunicationError, match=r"dispatch, flight 1.*\(slot 1\) is not received"):
+        begin_region(LL, [group])
+    OPS.dispatch_recv(out, group, LL, 1, 1)
+    begin_region(LL, [group])
+
+
 def test_several_tensors_in_one_op_are_one_operation(group: str) -> None:
     inputs = [torch.ones(2, 3), torch.ones(2, 1, dtype=torch.int64)]
     for slot in (0, 1):

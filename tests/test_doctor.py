@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbo_fx import doctor
+from dbo_fx import doctor, self_tests
 from dbo_fx.contracts import CONTRACTS
-from dbo_fx.doctor import Diagnosis, Finding, diagnose
+from dbo_fx.diagnosis import Diagnosis, Finding
+from dbo_fx.doctor import diagnose
 
 LIMIT_S = 120
 
@@ -103,7 +104,7 @@ def test_gloo_that_does_not_answer_is_broken(monkeypatch):
         raise RuntimeError("no interface\nand a long trace")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    finding = doctor._gloo()
+    finding = self_tests.gloo()
     assert (finding.state, finding.found) == ("broken", "no interface")
     assert "GLOO_SOCKET_IFNAME" in finding.mend
 
@@ -131,10 +132,30 @@ def test_nccl(torch, state, said):
     assert said in finding.found
 
 
+TOPOLOGY = """
+\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-31
+GPU1\tNV18\t X \tPIX\t0-31
+GPU2\tSYS\tPIX\t X \t0-31
+
+Legend:
+  X    = Self
+"""
+
+
+def test_links_are_read_from_the_topology():
+    assert [(f.name, f.state, f.found) for f in doctor.links_in(TOPOLOGY)] == [
+        ("link GPU0 to GPU1", "ok", "NV18, NVLink"),
+        ("link GPU0 to GPU2", "missing", "SYS, no NVLink"),
+        ("link GPU1 to GPU2", "missing", "PIX, no NVLink"),
+    ]
+    assert doctor.links_in("nothing of the kind") == []
+
+
 def test_no_compiler_is_said(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    finding = doctor._compiler()
+    finding = self_tests.compiler()
     assert (finding.state, finding.core) == ("missing", False)
     assert "inner_backend" in finding.mend
 

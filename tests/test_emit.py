@@ -178,7 +178,8 @@ def test_tensor_constants_come_along() -> None:
 
 def compiled_model(model: type[PlainMoe] = PlainMoe) -> tuple[CompiledProgram, Traced]:
     trace = traced_model(model, 1, ranks=1)
-    return compile_captured(trace.fresh(), STATIC), trace
+    with one_rank():
+        return compile_captured(trace.fresh(), STATIC), trace
 
 
 def test_host_time_of_every_call() -> None:

@@ -82,6 +82,21 @@ def test_the_curve_is_exact(model: type[PlainMoe], schedule: str, layers: int) -
     assert certificate.layers == layers
 
 
+class Views(PlainMoe):
+    """Returns parts of its result, which are merged like any other value."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[T, H] -> [T, H], [T, 2], [T, H - 1]."""
+        y = super().forward(x)
+        return y, x[:, :2], y[:, 1:]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_merged_views_have_memory_of_their_own(schedule: str) -> None:
+    """A view's storage is its base's, but the merge of views is as large as it looks."""
+    test_the_curve_is_exact(Views, schedule, 1)
+
+
 @cache
 def decoder() -> dbo_fx.CompiledProgram:
     """A decoder with dense, shared and routed experts; one rank's group must be there."""
@@ -259,6 +274,14 @@ def test_no_size_known_while_tracing() -> None:
         certificate = memory_certificate(state)
     nothing = MemoryCertificate(1, (), certificate._model)
     assert "ask for one with at(tokens)" in str(nothing)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "2", True])
+def test_a_size_is_a_number_of_rows(bad: Any) -> None:
+    with one_rank():
+        _, state = lowered(PlainMoe, 1, "sequential")
+        with pytest.raises(OptionError, match="is no batch size; pass an integer >= 1"):
+            memory_certificate(state).at(bad)
 
 
 @pytest.mark.parametrize("bad", [0, -1.5, "2", True])

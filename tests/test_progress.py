@@ -41,7 +41,16 @@ from dbo_fx.replay import capture
 from dbo_fx.tag import tag_of
 from dbo_fx.watchdog import Watchdog
 from rank_pool import RankPool
-from small_moe import CachedMoe, PlainMoe, TwoLaunches, one_rank, rows, run_passes, traced_model
+from small_moe import (
+    CachedMoe,
+    PlainMoe,
+    Traced,
+    TwoLaunches,
+    one_rank,
+    rows,
+    run_passes,
+    traced_model,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 HANG = GOLDEN / "hang"
@@ -204,6 +213,49 @@ def test_one_line_per_rank() -> None:
     assert str(replace(done(1), call=0)) == "rank 1: no call has begun"
 
 
+OTHER_VALUES = (None, -1, 10**30, 10**400, float("inf"), "x", "comp D_m9.recv@0", [], {}, True)
+
+
+def changes(value: Any, other: object) -> Iterator[Any]:
+    """Copies of plain values in which one part is another value, or is missing."""
+    if not isinstance(value, dict | list):
+        return
+    for key in value if isinstance(value, dict) else range(len(value)):
+        for part in (other, *changes(value[key], other)):
+            changed = value.copy()
+            changed[key] = part
+            yield changed
+        rest = value.copy()
+        del rest[key]
+        yield rest
+
+
+@pytest.mark.parametrize("other", OTHER_VALUES, ids=lambda v: f"{str(v)[:20]!r}")
+def test_whatever_stands_in_a_dump_it_is_read_or_refused(other: object) -> None:
+    whole = replace(hang()[0], order=hang()[0].order[:6], finished={"comp": 2, "comm": 0})
+    whole = replace(whole, started={"comp": 3, "comm": 1})
+    read = 0
+    for raw in changes(whole.to_json(), other):
+        try:
+            assert picture([parse_progress(json.dumps(raw))])
+            read += 1
+        except ProgressError as error:
+            assert "progress dump" in str(error)
+    assert read < 20
+
+
+def test_a_recv_without_a_send_is_no_dump() -> None:
+    place = Place("comp", "D_m0.recv@0")
+    alone = replace(hang()[0], order=(place,), finished={"comp": 0}, started={"comp": 1})
+    with pytest.raises(ProgressError, match="D_m0.recv@0 has no send"):
+        parse_progress(json.dumps(alone.to_json()))
+
+
+def test_a_text_that_nests_too_deep_is_no_dump() -> None:
+    with pytest.raises(ProgressError, match="is no JSON"):
+        parse_progress("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -282,9 +334,15 @@ def test_show_needs_no_torch() -> None:
 # --- counters ---
 
 
+def compiled_in_a_group(trace: Traced, options: Options) -> CompiledProgram:
+    """Compile; the proof over the ranks needs the group."""
+    with one_rank():
+        return compile_captured(trace.fresh(), options)
+
+
 def counted(model: type[PlainMoe], schedule: str) -> tuple[CompiledProgram, Any]:
     trace = traced_model(model, 2, ranks=1)
-    return compile_captured(trace.fresh(), Options(schedule=schedule, verify="static")), trace
+    return compiled_in_a_group(trace, Options(schedule=schedule, verify="static")), trace
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "mlp_shared_overlap"])
@@ -309,7 +367,7 @@ def test_every_action_is_counted_once(model: type[PlainMoe], schedule: str) -> N
 
 def test_the_counters_say_where_a_failed_call_stopped(tmp_path: Path) -> None:
     trace = traced_model(PlainMoe, 1, ranks=1)
-    compiled = compile_captured(trace.fresh(), Options(verify="static", dump_dir=tmp_path))
+    compiled = compiled_in_a_group(trace, Options(verify="static", dump_dir=tmp_path))
     hold(compiled, "MLP_m1@0", fail)
     with one_rank(), pytest.raises(RuntimeError, match="on purpose") as caught:
         compiled(*trace.args())
@@ -336,7 +394,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     trace = traced_model(PlainMoe, 1, ranks=1)
-    compiled = compile_captured(trace.fresh(), Options(verify="static", dump_dir=blocked))
+    compiled = compiled_in_a_group(trace, Options(verify="static", dump_dir=blocked))
     hold(compiled, "MLP_m1@0", fail)
     with one_rank(), pytest.raises(RuntimeError, match="on purpose") as caught:
         compiled(*trace.args())
@@ -345,7 +403,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 def test_without_counters_there_is_no_progress() -> None:
     trace = traced_model(PlainMoe, 1, ranks=1)
-    compiled = compile_captured(trace.fresh(), Options(verify="static", progress=False))
+    compiled = compiled_in_a_group(trace, Options(verify="static", progress=False))
     assert compiled.runtime.counters is None
     with one_rank():
         compiled(*trace.args())

@@ -196,6 +196,7 @@ def _slots(execution: Execution) -> Iterator[Violation]:
     """Operation n of a region uses slot n modulo the number of slots; its recv the same one."""
     slots = execution.contract.slots
     if slots is None:
+        yield from _no_slots(execution)
         return
     count: Counter[str | None] = Counter()
     sent: dict[_Flight, tuple[int, int | None]] = {}
@@ -216,6 +217,14 @@ def _slots(execution: Execution) -> Iterator[Violation]:
             if operation.slot != slot:
                 text = f"{named(operation)} reads slot {operation.slot}, its send fills slot {slot}"
                 yield Violation("slot", send, index, None, text, f"give it slot {slot}")
+
+
+def _no_slots(execution: Execution) -> Iterator[Violation]:
+    """A transport without slots refuses an operation that names one."""
+    for index, operation in enumerate(execution.operations):
+        if operation.slot is not None:
+            text = f"{named(operation)} uses slot {operation.slot}; {execution.contract.name} has"
+            yield Violation("slot", None, index, None, f"{text} no slots", "leave the slot out")
 
 
 def _parity(execution: Execution) -> Iterator[Violation]:

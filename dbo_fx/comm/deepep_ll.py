@@ -162,13 +162,13 @@ class LowLatencyTwin:
         self._carrier.finish(flight.operation.carried, outputs)
 
     def begin(self, group: str) -> None:
-        """Refuse to start a region over a Buffer that is not at slot 0.
+        """Refuse to start a region over a Buffer that is not at slot 0, or not received.
 
         Args:
             group: Name of the process group.
 
         Raises:
-            CommunicationError: The Buffer is at slot 1.
+            CommunicationError: The Buffer is at slot 1, or holds what is not received.
         """
         index = self._buffers[group].index
         if index != 0:
@@ -176,6 +176,12 @@ class LowLatencyTwin:
                 f"the Buffer of group {group!r} is at slot {index}, and every region of a "
                 f"{self.contract.name} program starts at slot 0. {_REALIGN}"
             )
+        for slot in self._buffers[group].slots:
+            if slot.counter and slot.operation is not None and not slot.operation.received:
+                raise CommunicationError(
+                    f"{slot.operation} is not received, and the first send of a region would "
+                    f"destroy it. {_REALIGN}"
+                )
 
     def realign(self, group: str | None) -> None:
         """Bring Buffers back to slot 0 and forget what is in them.

@@ -24,8 +24,8 @@ def check(
         str,
         typer.Argument(
             metavar="SUBJECT",
-            help="A program or schedule file, a schedule's name, a saved graph, MODULE:CALLABLE, or "
-            "a Hugging Face config or its folder.",
+            help="A program or schedule file, a schedule's name, a saved graph, MODULE:CALLABLE, "
+            "or a Hugging Face config or its folder.",
             autocompletion=complete_subject,
         ),
     ],

@@ -22,8 +22,8 @@ def explain(
         str,
         typer.Argument(
             metavar="SUBJECT",
-            help="MODULE:CALLABLE, which takes nothing and returns (model, args[, kwargs]); a saved "
-            "graph, a Hugging Face config or its folder, a schedule's name or a .dbo file.",
+            help="MODULE:CALLABLE, which takes nothing and returns (model, args[, kwargs]); a "
+            "saved graph, a Hugging Face config or its folder, a schedule's name or a .dbo file.",
             autocompletion=complete_subject,
         ),
     ],

@@ -31,6 +31,8 @@ class Table:
         """The slot that a send uses, which must be the transport's own next one."""
         slots = self.contract.slots
         if slots is None:
+            if said is not None:
+                self.problems.append(f"{name} takes slot {said} of a transport without slots")
             return None
         real = self._index[communicator] % slots
         self._index[communicator] += 1

@@ -153,7 +153,8 @@ def prove_ranks(
             rank, or differs between ranks), `variant` (ranks run different variants), or
             `deadlock`.
     """
-    if not executions or (ranks is not None and len(executions) not in (1, ranks)):
+    fits = ranks is None or (ranks >= 1 and len(executions) in (1, ranks))
+    if not executions or not fits:
         raise ValueError(
             f"prove_ranks: {len(executions)} executions for {ranks} ranks, wanted one for each "
             "rank, or one that all run"

@@ -25,7 +25,6 @@ from dbo_fx.errors import (
     ScheduleError,
     SoundnessError,
     UnsupportedGraphError,
-    VerificationError,
 )
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
@@ -76,7 +75,7 @@ def dbo_fx(
         UnsupportedGraphError: the graph cannot be scheduled (unless `on_unsupported="fallback"`).
         SoundnessError: the graph must not be split (likewise).
         ScheduleError: the schedule breaks a dependency of the graph (likewise).
-        VerificationError: the program is not proven safe, or holds too much memory (likewise).
+        VerificationError: the program is not proven safe, or holds too much memory (always).
         AgreementError: another rank did not compile, or compiled something else.
     """
     if mode not in (None, "default"):
@@ -105,7 +104,7 @@ def dbo_fx(
     return compiled
 
 
-_NOT_SPLIT = (UnsupportedGraphError, SoundnessError, ScheduleError, VerificationError)
+_NOT_SPLIT = (UnsupportedGraphError, SoundnessError, ScheduleError)
 
 
 def _compare(groups: set[str], plan: str, options: Options) -> None:

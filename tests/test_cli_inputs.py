@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("typer", reason="the cli extra is not installed")
 from typer.testing import CliRunner, Result
 
+import dbo_fx.models
 from dbo_fx import schedules
 from dbo_fx.cli import app
 from dbo_fx.commands.frame import complete_schedule, complete_subject
@@ -56,7 +57,7 @@ def plain():
 
 number = 3
 """
-CONFIG = Path("dbo_fx/models/deepseek_v3_demo.json")
+CONFIG = Path(dbo_fx.models.__file__).parent / "deepseek_v3_demo.json"
 
 
 def run(*arguments: str) -> Result:

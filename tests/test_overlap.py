@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from damage_order import beside as closure
+from damage_class import beside as closure
 from dbo_fx import schedules
 from dbo_fx.certificates.execution import Execution, Kind, Operation, Required
 from dbo_fx.certificates.of_program import execution_of_program

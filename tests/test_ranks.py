@@ -156,6 +156,8 @@ def test_a_program_without_communication_is_proven() -> None:
 def test_the_number_of_executions_must_fit() -> None:
     with pytest.raises(ValueError, match="2 executions for 3 ranks"):
         prove_ranks([execution(A), execution(A)], ranks=3)
+    with pytest.raises(ValueError, match="1 executions for 0 ranks"):
+        prove_ranks([execution(A)], ranks=0)
 
 
 # What does not.

@@ -29,7 +29,13 @@ from dbo_fx.comm.protocol import begin_region
 from dbo_fx.communication import Communication
 from dbo_fx.contracts import contract
 from dbo_fx.differential import Differential, has_values
-from dbo_fx.errors import AgreementError, CommunicationError, OptionError, SoundnessError
+from dbo_fx.errors import (
+    AgreementError,
+    CommunicationError,
+    OptionError,
+    SoundnessError,
+    VerificationError,
+)
 from dbo_fx.guards import CallGuards, written_inputs
 from dbo_fx.hangs import HangReports
 from dbo_fx.options import Options
@@ -186,7 +192,8 @@ class CompiledProgram:
 
         Raises:
             CommunicationError: another thread runs it, or the transport is not where a call starts.
-            VerificationError: a batch of this size needs more than `max_memory_ratio` allows.
+            VerificationError: a batch of this size needs more than `max_memory_ratio` allows, or the
+                call is captured and the program makes the host wait.
             SoundnessError: this batch size breaks an assumption of the graph, or the split result
                 differed from the unsplit one on the first call: then now and ever after.
         """
@@ -201,10 +208,19 @@ class CompiledProgram:
                 "every thread a compiled model and a process group of its own."
             )
         try:
+            self._check_capture()
             begin_region(self.program.transport, self._groups)
             return self._cleaned_up(args)
         finally:
             self._running.release()
+
+    def _check_capture(self) -> None:
+        proven = self.certificate.hazards
+        if not proven.capturable and self.runtime.is_capturing:
+            raise VerificationError(
+                f"this program cannot be captured in a CUDA graph: {proven.reason}. Run it eagerly, "
+                "or over another transport."
+            )
 
     def _cleaned_up(self, args: tuple[Any, ...]) -> Any:
         """Run; what a failure leaves half-done is abandoned, so that the next call can begin."""

@@ -51,6 +51,11 @@ class Runtime(torch.nn.Module):
         """Whether streams and events are real."""
         return self.device.type == "cuda"
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.is_cuda and torch.cuda.is_current_stream_capturing()
+
     def begin(self) -> None:
         """Start a call: the current stream becomes the compute stream."""
         self.trace.clear()

@@ -84,11 +84,13 @@ class _Events:
         nodes = list(self.state.graph.nodes)
         position = {n: i for i, n in enumerate(nodes)}
         last = self._last_of_action(nodes)
+        first = self._last_of_action(nodes[::-1])
         needs: defaultdict[Node, list[Node]] = defaultdict(list)
         pairs = [(d.before, d.after) for d in self.state.dependencies]
         for before, after in [*pairs, *((recv, keepalive) for keepalive, recv in kept.items())]:
             if stream_of(before) != stream_of(after):
-                needs[after].append(before)
+                # All launches of an action stand side by side, so the first one waits for all.
+                needs[first.get(_sent(after), after)].append(before)
         for node in nodes:
             befores = [last.get(_sent(before), before) for before in needs[node]]
             befores = [b for b in befores if b.op not in ("placeholder", "get_attr")]

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from dbo_fx.backend import compile_captured
 from dbo_fx.comm import abandon_in_flight, in_flight
 from dbo_fx.compiled import CompiledProgram
+from dbo_fx.errors import VerificationError
 from dbo_fx.ir import COMM, Program, Record, Run, Wait
 from dbo_fx.options import Options
 from dbo_fx.runtime import Runtime, TraceEntry
@@ -189,6 +190,18 @@ def test_host_time_of_every_call() -> None:
     calls = [n.name for n in compiled.module.graph.nodes if n.op.startswith("call")]
     assert list(times) == calls
     assert all(0 < t < 1e6 for t in times.values())
+
+
+def test_a_program_that_makes_the_host_wait_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, trace = compiled_model()
+    monkeypatch.setattr(Runtime, "is_capturing", True)
+    with one_rank():
+        with pytest.raises(VerificationError, match="cannot be captured in a CUDA graph: .*gloo"):
+            compiled(*trace.args())
+        monkeypatch.undo()
+        compiled(*trace.args())
 
 
 def test_a_call_that_fails_half_way_leaves_nothing_in_flight() -> None:

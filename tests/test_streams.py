@@ -22,6 +22,7 @@ from dbo_fx.pipeline import State
 from small_moe import (
     CachedMoe,
     PlainMoe,
+    TwoLaunches,
     fake_ranks,
     markers,
     nodes_of,
@@ -49,6 +50,12 @@ def test_the_program_of_the_plain_layer(golden: Callable[[str, str], None]) -> N
     program = streamed().program
     golden("streams_plain.dbo", str(program))
     assert parse_program(str(program)) == program
+
+
+def test_launches_that_travel_together_stand_side_by_side() -> None:
+    program = streamed(TwoLaunches, 2).program
+    assert program is not None
+    assert parse_program(str(program)) == program  # No action runs twice.
 
 
 def test_only_sends_run_on_the_comm_stream() -> None:

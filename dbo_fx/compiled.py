@@ -192,8 +192,8 @@ class CompiledProgram:
 
         Raises:
             CommunicationError: another thread runs it, or the transport is not where a call starts.
-            VerificationError: a batch of this size needs more than `max_memory_ratio` allows, or the
-                call is captured and the program makes the host wait.
+            VerificationError: a batch of this size needs more than `max_memory_ratio` allows, or
+                the call is captured and the program makes the host wait.
             SoundnessError: this batch size breaks an assumption of the graph, or the split result
                 differed from the unsplit one on the first call: then now and ever after.
         """
@@ -218,8 +218,8 @@ class CompiledProgram:
         proven = self.certificate.hazards
         if not proven.capturable and self.runtime.is_capturing:
             raise VerificationError(
-                f"this program cannot be captured in a CUDA graph: {proven.reason}. Run it eagerly, "
-                "or over another transport."
+                f"this program cannot be captured in a CUDA graph: {proven.reason}. Run it "
+                "eagerly, or over another transport."
             )
 
     def _cleaned_up(self, args: tuple[Any, ...]) -> Any:

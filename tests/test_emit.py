@@ -198,7 +198,7 @@ def test_a_program_that_makes_the_host_wait_is_not_captured(
     compiled, trace = compiled_model()
     monkeypatch.setattr(Runtime, "is_capturing", True)
     with one_rank():
-        with pytest.raises(VerificationError, match="cannot be captured in a CUDA graph: .*gloo"):
+        with pytest.raises(VerificationError, match=r"cannot be captured in a CUDA graph: .*gloo"):
             compiled(*trace.args())
         monkeypatch.undo()
         compiled(*trace.args())

@@ -93,8 +93,11 @@ def test_generated_programs_print_and_parse_back() -> None:
         assert parse_program(str(program)) == program
 
 
-def test_no_valid_program_is_refused() -> None:
-    for seed in range(1000):
+@pytest.mark.parametrize(
+    "seeds", [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)], ids=len
+)
+def test_no_valid_program_is_refused(seeds: range) -> None:
+    for seed in seeds:
         given = case(seed)
         found = refusal((given.program,) * 2, given.contract)
         assert found is None, f"seed {seed}, {given.contract.name}: {found}\n{given.program}"

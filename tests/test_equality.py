@@ -22,7 +22,15 @@ from dbo_fx.errors import SoundnessError
 SIZES = (4, 7, 16, 17, 64, 255, 256)
 UNEQUAL = ((4, 9), (17, 64), (256, 1), (5, 255))
 TINY = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (2, 3), (3, 3), (0, 3))
-MODELS = ("deepseek_v3", "mixtral", "plain")
+SLOW = pytest.mark.slow
+CASES = [  # model, tokens of a sequence
+    ("deepseek_v3", 6),
+    ("mixtral", 1),
+    ("plain", 1),
+    pytest.param("deepseek_v3", 1, marks=SLOW),
+    pytest.param("mixtral", 6, marks=SLOW),
+    pytest.param("plain", 6, marks=SLOW),
+]
 
 
 @functools.cache
@@ -102,8 +110,7 @@ def compare(rank: int, name: str, tokens: int, batches: list[tuple[int, int]]) -
     return wrong
 
 
-@pytest.mark.parametrize("tokens", [1, 6])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tokens"), CASES)
 def test_bit_identical_to_the_microbatched_reference(ranks: Any, name: str, tokens: int) -> None:
     """Equal and unequal batches over the ranks, one compilation for all of them."""
     batches = [(b, b) for b in SIZES] + list(UNEQUAL) + list(TINY)
@@ -124,7 +131,7 @@ def schedules(rank: int, options: dict[str, Any]) -> bool:
     return torch.equal(result, torch.cat(pieces))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [3, *(pytest.param(k, marks=SLOW) for k in (1, 2, 4))])
 def test_sequential_schedule_with_any_number_of_microbatches(ranks: Any, count: int) -> None:
     """One microbatch is the unsplit graph."""
     options = {"schedule": "sequential", "num_microbatches": count}

@@ -110,7 +110,7 @@ def load_on(rank: int, folder: str, kind: type[PlainMoe]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [PlainMoe, CachedMoe])
+@pytest.mark.parametrize("kind", [CachedMoe, pytest.param(PlainMoe, marks=pytest.mark.slow)])
 def test_results_are_the_same_in_another_process(
     ranks: RankPool, kind: type[PlainMoe], tmp_path: Path
 ) -> None:

@@ -67,7 +67,10 @@ def _is_tested(name: str, found: str) -> bool:
 
 
 def _versions() -> list[Finding]:
-    found = [_version("python", platform.python_version(), core=True)]
+    found = [
+        Finding("dbo_fx", "ok", installed("dbo-fx") or "not installed as a package"),
+        _version("python", platform.python_version(), core=True),
+    ]
     for package in PACKAGES:
         number = installed(package)
         if number is not None or package in ("torch", "transformers", "vllm", "deep_ep"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbo_fx.certificates.hazards import prove
@@ -63,12 +64,19 @@ class ProgramExplanation:
         }
 
 
-def explain_program(program: Program) -> ProgramExplanation:
+def explain_program(
+    program: Program, source: str = "", lines: Sequence[int] = ()
+) -> ProgramExplanation:
     """Say what overlaps in a program, layer by layer.
+
+    Args:
+        program: The program.
+        source: The file that it was read from, for messages.
+        lines: Per step the number of its line there.
 
     Raises:
         VerificationError: The program is not safe; then what it overlaps means nothing.
     """
     execution = execution_of_program(program)
-    prove(execution)
+    prove(replace(execution, source=source, lines=tuple(lines)) if lines else execution)
     return ProgramExplanation(program, layers_of_program(overlap_report(execution), program.layers))

@@ -41,6 +41,7 @@ class Golden:
     update: bool = False
     note: Callable[[Path, bool], None] = field(default=lambda path, written: None, repr=False)
     _used: Counter[str] = field(default_factory=Counter, repr=False)
+    _found: dict[Path, str] = field(default_factory=dict, repr=False)
 
     def __call__(self, subject: Subject, name: str | None = None) -> None:
         """Compare a program or a schedule with its golden text.
@@ -74,8 +75,15 @@ class Golden:
         __tracebackhide__ = True
         from dbo_fx.inspect.marked_lanes import lanes_text
         from dbo_fx.inspect.scheduled import program_of
+        from dbo_fx.subjects import LAYERS
 
-        self._compare(lanes_text(program_of(subject), layer), name, ".lanes.txt")
+        program = program_of(subject, layers=LAYERS if layer is None else max(LAYERS, layer + 1))
+        found = lanes_text(program, layer)
+        if not found:
+            raise OptionError(
+                f"there is no layer {layer}; they count from 0 to {program.layers - 1}"
+            )
+        self._compare(found, name, ".lanes.txt")
 
     def diff(self, before: Any, after: Any, name: str | None = None) -> None:
         """Compare what changed between two graphs, programs or schedules.
@@ -97,13 +105,15 @@ class Golden:
         """Compare any text.
 
         Args:
-            text: The text; a newline at its end makes no difference.
+            text: The text. It makes no difference how lines end, nor if there is a last newline.
             name: As in a call.
 
         Raises:
             AssertionError: As in a call.
         """
         __tracebackhide__ = True
+        if not isinstance(text, str):
+            raise OptionError(f"golden.text() takes a text, found a {type(text).__name__}")
         self._compare(text, name, ".txt")
 
     def _compare(
@@ -115,7 +125,9 @@ class Golden:
     ) -> None:
         __tracebackhide__ = True
         path = self.folder / self._name(name, suffix)
-        found = f"{found.removesuffix(chr(10))}\n"
+        found = found.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n") + "\n"
+        if self._found.setdefault(path, found) != found:
+            raise OptionError(f"{path.name} is named twice in this test, for different texts")
         old = path.read_text(encoding="utf-8") if path.exists() else None
         written = self.update and old != found
         if written:

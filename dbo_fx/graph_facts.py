@@ -42,7 +42,8 @@ def read_graph_facts(path: str | os.PathLike[str]) -> Facts:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise GraphFileError(f"{os.fspath(path)} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise GraphFileError(f"{os.fspath(path)} cannot be read: {reason}") from error
     return parse_graph_facts(text, os.fspath(path))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,18 @@ def pytest_load_initial_conftests(parser: pytest.Parser) -> Iterator[None]:
     result = yield
     group = parser.getgroup("dbo_fx")
     for name, text in _OPTIONS.items():
-        try:
-            group.addoption(name, action="store_true", help=text)
-        except ValueError:  # The project has an option of this name: leave it alone.
+        if name in _known(parser):  # The project has an option of this name: leave it alone.
             continue
+        with suppress(ValueError):  # The same, as pytest 9 says it.
+            group.addoption(name, action="store_true", help=text)
     return result
+
+
+def _known(parser: pytest.Parser) -> set[str]:
+    """Names of all options so far: pytest 8 looks for a double name in the option's group only."""
+    groups = [*getattr(parser, "_groups", ()), getattr(parser, "_anonymous", None)]
+    options = [option for group in groups for option in getattr(group, "options", ())]
+    return {name for option in options for name in option.names()}
 
 
 @pytest.fixture

@@ -60,6 +60,10 @@ def save(compiled: CompiledProgram, path: str | os.PathLike[str]) -> Path:
         GraphFileError: the graph has something that a file cannot hold, or an input that another
             process cannot find by name.
     """
+    if not isinstance(compiled, CompiledProgram):
+        raise OptionError(
+            f"save: found {type(compiled).__name__}, wanted one of dbo_fx.compilations()"
+        )
     if compiled.refused is not None:
         raise SoundnessError(f"this program is not saved, it was refused: {compiled.refused}")
     CallInputs(compiled.captured)
@@ -82,7 +86,7 @@ def save(compiled: CompiledProgram, path: str | os.PathLike[str]) -> Path:
     try:
         _write(folder, texts)
     except OSError as error:
-        raise OptionError(f"save: {folder} cannot be written: {error}") from error
+        raise OptionError(f"save: {folder} cannot be written: {error.strerror}") from error
     return folder
 
 
@@ -220,7 +224,7 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
         try:
             texts[name] = (folder / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise GraphFileError(f"{folder / name} cannot be read: {error}") from error
+            raise GraphFileError(f"{folder / name} cannot be read: {_reason(error)}") from error
         if _digest(texts[name]) != manifest["files"].get(name):
             raise GraphFileError(
                 f"{folder / name} was changed after it was saved. Compile and save again; nothing "
@@ -229,14 +233,21 @@ def _read(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return texts, manifest
 
 
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, without its path."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"no JSON: {error}"
+
+
 def _manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise GraphFileError(
-            f"{folder} holds no saved program: {file} cannot be read ({error}). Write one with "
-            "dbo_fx.save."
+            f"{folder} holds no saved program: {file} cannot be read ({_reason(error)}). Write "
+            "one with dbo_fx.save."
         ) from error
     version = found.get("format") if isinstance(found, dict) else None
     if version != FORMAT:
@@ -255,6 +266,11 @@ def _rename_groups(
     captured: CapturedGraph, names: Mapping[str, str], sizes: Mapping[str, int]
 ) -> None:
     """Let the graph use the groups of this process; they must have the sizes of then."""
+    if set(sizes) != (used := _groups(captured)):
+        raise GraphFileError(
+            f"{MANIFEST} is damaged: it has groups {', '.join(sorted(sizes)) or 'none'}, and the "
+            f"graph communicates over {', '.join(sorted(used)) or 'none'}. Save the program again."
+        )
     unknown = [name for name in names if name not in sizes]
     if unknown:
         raise OptionError(

@@ -73,6 +73,9 @@ class CallInputs:
         for node, place in self.arguments:
             values[node.name] = _found(place, given[place.root])
         tensors = [(n, values[n.name]) for n, _ in self.arguments]
+        for (node, value), (_, place) in zip(tensors, self.arguments, strict=True):
+            if isinstance(value_of(node), Tensor) and not isinstance(value, Tensor):
+                raise OptionError(f"argument {place} is a {type(value).__name__}, want a tensor.")
         key = tuple(map(_key, (value for _, value in tensors)))
         sizes = self._sizes(tensors)
         if key not in self._seen:
@@ -136,8 +139,6 @@ class CallInputs:
 
     def _compare(self, node: Node, like: Tensor, found: Any, sizes: ConcreteSizes) -> None:
         place = next(p for n, p in self.arguments if n is node)
-        if not isinstance(found, Tensor):
-            raise OptionError(f"argument {place} is a {type(found).__name__}, want a tensor.")
         facts: dict[str, tuple[Any, Any]] = {
             "dtype": (found.dtype, like.dtype),
             "device": (found.device.type, like.device.type),

@@ -143,6 +143,7 @@ def _from_model(request: Request, say: Say) -> CapturedGraph:
             model, args, kwargs = build(request.what, request.layers)
         else:
             model, args, kwargs = load(request.what)
+            _check_dim(request, dim, (args, kwargs))
         say("tracing the model")
         return trace(model, args, kwargs, mark=None if dim < 0 else dim)
     except DboError:
@@ -152,6 +153,17 @@ def _from_model(request: Request, say: Say) -> CapturedGraph:
     except (Exception, SystemExit) as error:  # The user's code may fail in any way.
         first = f"{error}".strip().splitlines() or [""]
         raise OptionError(f"{request.what} fails: {type(error).__name__}: {first[0]}") from error
+
+
+def _check_dim(request: Request, dim: int, arguments: Any) -> None:
+    """Refuse a dim that no tensor has; one that only some have is split there."""
+    tensors = [x for x in torch.utils._pytree.tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    most = max((tensor.dim() for tensor in tensors), default=0)
+    if tensors and dim >= most:
+        raise OptionError(
+            f"--dim {dim}: no tensor argument of {request.what} has it; the dims of the one with "
+            f"the most are 0 to {most - 1}"
+        )
 
 
 def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -206,7 +218,8 @@ def _from_file(request: Request, say: Say) -> Iterator[CapturedGraph]:
     ranks, names = ranks_of(captured), sorted(communicating_groups(captured.graph))
     given = request.ranks
     if ranks is not None and given not in (None, ranks):
-        raise OptionError(f"{request.what} was captured on {ranks} ranks, not on {given}")
+        on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        raise OptionError(f"{request.what} was captured on {on}, not on {given}")
     with pretended_ranks(ranks or given or RANKS), _also_named(names):
         yield captured
 

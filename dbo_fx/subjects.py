@@ -77,6 +77,8 @@ def kind_of(what: str) -> Kind:
         OptionError: It is a file or a folder that no command reads; or nothing has this name.
     """
     path = Path(what)
+    if not what:
+        raise OptionError("the name of what to look at is empty")
     if what.endswith(schedules.SUFFIX):
         return "text"
     if is_graph_file(what) or (path / GRAPH).is_file():

@@ -98,6 +98,8 @@ def assert_not_overlaps(
 
 def _laid_out(subject: Subject, layer: int | None) -> Program:
     """A program in which the layer is not the last one, if there is a choice."""
+    if layer is not None and layer < 0:
+        raise OptionError(f"layer={layer}: layers count from 0")
     return program_of(subject, layers=2 if layer is None else layer + 2)
 
 
@@ -243,6 +245,8 @@ def assert_refused(
 
 def _checked(subject: Subject, ranks: int) -> Checked:
     """Check in the phase model; a file by its path, so that messages have its lines."""
+    if not isinstance(ranks, int) or ranks < 1:
+        raise OptionError(f"ranks={ranks!r}: wanted a number from 1 up")
     if isinstance(subject, Path) or (isinstance(subject, str) and "\n" not in subject):
         return check(Request(str(subject), ranks=ranks))
     program = program_of(subject)
@@ -271,6 +275,8 @@ def assert_peak_below(
     __tracebackhide__ = True
     if ratio is None and peak_bytes is None:
         raise OptionError("assert_peak_below: give ratio=, peak_bytes=, or both")
+    if not hasattr(compiled, "memory"):
+        raise OptionError(f"assert_peak_below: {type(compiled).__name__} is no compiled program")
     report = compiled.memory(tokens)
     if ratio is not None and not report.ratio < ratio:
         raise AssertionError(f"{report.ratio:.2f} times unsplit, wanted below {ratio}\n{report}")

@@ -55,5 +55,5 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"--html: {path} cannot be written: {error}") from error
+        raise OptionError(f"--html: {path} cannot be written: {error.strerror}") from error
     tell("diff", f"wrote {path}")

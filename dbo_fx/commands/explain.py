@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -68,7 +69,8 @@ def explain(
             from dbo_fx.explain_program import explain_program
 
             request.refuse("no model", "ranks")
-            found = explain_program(read_program(request).program)
+            bound = read_program(request)
+            found = explain_program(bound.program, Path(what).name, bound.lines)
             put_json(found.to_json(layer)) if as_json else put_blocks(found.blocks(layer))
             return
         from dbo_fx.explain import explanation

@@ -26,6 +26,11 @@ TRACEBACK = "DBO_FX_TRACEBACK"
 # What a wrong argument or a damaged file raises; every other error of dbo_fx is a verdict.
 _USAGE = (OptionError, ScheduleError, ProgressError, GraphFileError)
 
+# What writing to a full disk raises.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# No line of a message is longer: what was found may be a whole file.
+_LONGEST = 1000
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its schema is shipped.")]
 Say = Callable[[str], None]
 
@@ -50,6 +55,9 @@ def exits(command: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # Whoever read the output has gone; click ends quietly.
+        if isinstance(error, OSError) and error.errno in _FULL:
+            tell(command, f"the output cannot be written: {error.strerror}")
+            raise typer.Exit(USAGE) from error
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         tell(
@@ -61,8 +69,10 @@ def exits(command: str) -> Iterator[None]:
 
 
 def tell(command: str, message: str) -> None:
-    """Write a message to stderr."""
-    typer.echo(f"dbo-fx {command}: {message}", err=True)
+    """Write a message to stderr; very long lines are cut."""
+    lines = f"dbo-fx {command}: {message}".split("\n")
+    shown = [x if len(x) <= _LONGEST else f"{x[:_LONGEST]} ... (cut)" for x in lines]
+    typer.echo("\n".join(shown), err=True)
 
 
 def put(text: str) -> None:
@@ -77,7 +87,7 @@ def put_json(value: Any) -> None:
 
 def put_blocks(blocks: Sequence[Block]) -> None:
     """Write paragraphs and tables: drawn by rich in a terminal, aligned plain text elsewhere."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
+    if not _is_terminal(sys.stdout) or find_spec("rich") is None:
         put(plain(blocks))
         return
     from rich.console import Console
@@ -88,6 +98,11 @@ def put_blocks(blocks: Sequence[Block]) -> None:
             _draw(console, block)
         else:
             console.print(block, markup=False, emoji=False)
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether it is one; a process that was started without the stream has None."""
+    return stream is not None and bool(stream.isatty())
 
 
 def _draw(console: Any, table: Table) -> None:
@@ -106,7 +121,7 @@ def _draw(console: Any, table: Table) -> None:
 @contextmanager
 def progress() -> Iterator[Say]:
     """A line on stderr that says what is being done, if stderr is a terminal."""
-    if not sys.stderr.isatty() or find_spec("rich") is None:
+    if not _is_terminal(sys.stderr) or find_spec("rich") is None:
         yield lambda text: None
         return
     from rich.console import Console

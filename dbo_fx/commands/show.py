@@ -87,6 +87,8 @@ def show(
             raise OptionError("--times gives the times of a page or a trace; add --html or --trace")
         if writes and as_json:
             raise OptionError("--html and --trace write files instead; leave --json out")
+        if html is not None and trace is not None and html.resolve() == trace.resolve():
+            raise OptionError(f"--html and --trace both name {html}; give each a file of its own")
         if len(what) > 1:
             raise OptionError(f"found {len(what)} names, wanted one; dumps need --progress")
         if writes:
@@ -103,7 +105,8 @@ def _show_text(request: Request, as_json: bool) -> None:
     from dbo_fx.ir import Program, unroll
     from dbo_fx.subjects import microbatches_of, read_text
 
-    request.refuse("no model", "ranks", "transport")
+    request.refuse("no model", "ranks")
+    request.refuse("shown as an order, which no transport changes", "transport")
     subject, _ = read_text(request)
     if isinstance(subject, Program):
         if as_json:

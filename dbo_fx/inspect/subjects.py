@@ -35,12 +35,12 @@ def read_subject(subject: object) -> object:
         return facts_of_nodes(facts["nodes"], facts["constants"], Path(name).name)
     if name.endswith(schedules.SUFFIX) or name in schedules.names():
         return _parsed(schedules.read(name), name)
+    if not name:
+        raise OptionError("the name of what to compare is empty")
     if Path(name).is_dir():
-        raise OptionError(
-            f"diff: {name} is a folder; name a {schedules.SUFFIX} or a {SUFFIX} file in it"
-        )
+        raise OptionError(f"{name} is a folder; name a {schedules.SUFFIX} or a {SUFFIX} file in it")
     raise OptionError(
-        f"diff: {name} is neither a schedule ({', '.join(schedules.names())}), nor a "
+        f"{name} is neither a schedule ({', '.join(schedules.names())}), nor a "
         f"{schedules.SUFFIX} file, nor a graph file ({SUFFIX})"
     )
 
@@ -88,7 +88,7 @@ def _graph(subject: object) -> Facts:
     facts = facts_of_graph(subject)
     if facts is None:
         raise OptionError(
-            f"diff: found {type(subject).__name__}; wanted a program, a schedule, a captured or "
+            f"found {type(subject).__name__}; wanted a program, a schedule, a captured or "
             "compiled graph, a text, or a path"
         )
     return facts
@@ -102,7 +102,7 @@ def _program(subject: object) -> Program:
         found = program_of(subject)
     if found is None:
         raise OptionError(
-            "diff: a program or a schedule can be compared with another one, or with what was "
+            "a program or a schedule can be compared with another one, or with what was "
             "compiled; a captured graph only with another graph"
         )
     return found

@@ -18,6 +18,7 @@ from dbo_fx.certificates.memory_report import MemoryReport, Moment
 from dbo_fx.certificates.of_program import execution_of_program
 from dbo_fx.certificates.overlap import overlap_report
 from dbo_fx.errors import VerificationError
+from dbo_fx.inspect.facts import layers_text
 from dbo_fx.inspect.simulate import simulate
 from dbo_fx.inspect.timeline_items import Arrow, Inside, Item
 from dbo_fx.ir import COMP, Program
@@ -163,7 +164,7 @@ def timeline_of_program(program: Program, times: Mapping[str, float] | None = No
     except VerificationError as error:
         certificate = f"refused: {error}"
     title = (
-        f"{program.schedule}: {program.layers} layers, {program.microbatches} microbatches, "
+        f"{program.schedule}: {layers_text(program.layers)}, {program.microbatches} microbatches, "
         f"{program.transport}"
     )
     return Timeline(

@@ -70,6 +70,11 @@ def timeline(
     elif isinstance(subject, Program):
         _refuse("a program", {"tokens": tokens, **unrolling})
         found = timeline_of_program(subject, given)
+    elif not hasattr(subject, "memory"):
+        raise OptionError(
+            f"timeline: found {type(subject).__name__}; wanted a compiled program, a program, a "
+            "schedule, or the name or path of one's text"
+        )
     else:
         _refuse("a compiled program", unrolling)
         found = timeline_of_compiled(subject, given, tokens)

@@ -36,7 +36,7 @@ def read(name_or_path: str) -> str:
             )
         return (_FOLDER / f"{name_or_path}{SUFFIX}").read_text(encoding="utf-8")
     try:
-        return Path(name_or_path).read_text(encoding="utf-8")
+        return Path(name_or_path).read_text(encoding="utf-8-sig")  # Some editors write a BOM.
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ScheduleError(f"{name_or_path}: cannot be read ({reason}); check the path") from error

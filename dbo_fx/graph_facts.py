@@ -84,6 +84,9 @@ def references(value: Any) -> Iterator[str]:
                 yield from references(inner)
 
 
+# Ops of captured graphs, and whether torch.fx writes the target into the Python that it makes and
+# runs. Only names may get there: a file must never bring code.
+_OPS = {"placeholder": True, "get_attr": True, "output": True, "call_function": False}
 _WANTED = {"name": str, "op": str, "target": str, "args": list, "kwargs": dict}
 
 
@@ -97,6 +100,7 @@ def _check_nodes(facts: Facts, where: str) -> None:
         for key, kind in _WANTED.items():
             if not isinstance(node, dict) or not isinstance(node.get(key), kind):
                 raise GraphFileError(f"{place} has no {key!r}. Save the graph again.")
+        _check_names(node, place)
         used = [*references(node["args"]), *references(list(node["kwargs"].values()))]
         unknown = [name for name in used if name not in known]
         if unknown:
@@ -107,3 +111,18 @@ def _check_nodes(facts: Facts, where: str) -> None:
         if node["name"] in known:
             raise GraphFileError(f"{place} is called {node['name']} like an earlier one.")
         known.add(node["name"])
+
+
+def _check_names(node: Facts, place: str) -> None:
+    if node["op"] not in _OPS:
+        raise GraphFileError(
+            f"{place} has op {node['op']!r}, wanted one of {', '.join(_OPS)}. Save the graph again."
+        )
+    names = [*node["kwargs"], *([node["target"]] if _OPS[node["op"]] else [])]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise GraphFileError(f"{place} names {name!r}, which is no name. Save the graph again.")
+    tag = node.get("tag")
+    places = [node.get("module"), node.get("at"), *(tag.values() if isinstance(tag, dict) else ())]
+    if any(isinstance(text, str) and len(text.splitlines()) > 1 for text in places):
+        raise GraphFileError(f"{place} comes from a place of several lines. Save the graph again.")

@@ -184,6 +184,12 @@ def _nodes(graph: Graph) -> Iterator[Facts]:
 
 # Reading.
 
+# What torch and this module raise for values that no graph has.
+_DAMAGE = (
+    KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, SyntaxError,
+    AssertionError,
+)  # fmt: skip
+
 
 def graph_from_facts(
     facts: Facts, where: str, device: str | torch.device | None = None
@@ -195,7 +201,7 @@ def graph_from_facts(
     """
     try:
         return _loaded(facts, where, device)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except _DAMAGE as error:
         if isinstance(error, GraphFileError):
             raise
         what = f"{type(error).__name__}: {error}"
@@ -204,6 +210,8 @@ def graph_from_facts(
 
 def _loaded(facts: Facts, where: str, device: str | torch.device | None) -> CapturedGraph:
     symbols = [SymbolFacts(*item) for item in facts["symbols"]]
+    if odd := [s.name for s in symbols if not s.name.isidentifier()]:
+        raise GraphFileError(f"{where}: {odd[0]!r} is no name of a size. Save the graph again.")
     by_name = {s.name: s.symbol for s in symbols}
     guards = [parse_size(text, by_name) for text in facts["guards"]]
     mode, size = rebuilt_mode(symbols, guards)

@@ -71,7 +71,11 @@ def test_html(other: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nope", PROGRAM], "nope is neither a schedule (mlp_shared_overlap, sequential), nor"),
+        (["", PROGRAM], "diff: the name of what to compare is empty"),
+        (
+            ["nope", PROGRAM],
+            "dbo-fx diff: nope is neither a schedule (mlp_shared_overlap, sequential), nor",
+        ),
         ([PROGRAM, "gone.dbo"], "gone.dbo: cannot be read"),
         (["gone.dbograph.json", PROGRAM], "gone.dbograph.json cannot be read"),
         ([PROGRAM, str(GOLDEN)], "is a folder; name a .dbo or a .dbograph.json file in it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer", reason="the cli extra is not installed")
+import typer
 from typer.testing import CliRunner, Result
 
 import dbo_fx.models
@@ -126,6 +128,7 @@ def test_kinds(tmp_path: Path):
         ("empty.dbograph.json", b"", "is no JSON"),
         ("other.dbograph.json", b'{"a": 1}', "is no graph file"),
         ("program.txt", b"program 1", "neither a program or schedule"),
+        ("long.dbo", b"program 1\n" + b"x" * 100_000, "wanted a line like 'schedule NAME'"),
     ],
 )
 def test_files_that_cannot_be_used(command, name, content, said, tmp_path: Path):
@@ -137,6 +140,7 @@ def test_files_that_cannot_be_used(command, name, content, said, tmp_path: Path)
     message = refused(command, str(path) + ("/" if name.endswith("/") else ""))
     assert said in message
     assert len(message.splitlines()) <= 3
+    assert len(message) < 3000
 
 
 @pytest.mark.parametrize("command", ["show", "explain", "check"])
@@ -169,6 +173,8 @@ def test_models_that_cannot_be_used(command, target, said, models):
         (["explain", "sequential", "--layer", "2"], "no MoE layer 2; they count from 0 to 1"),
         (["show", "sequential", "--transport", "nccl"], "leave --transport out"),
         (["show", "sequential", "sequential"], "found 2 names, wanted one"),
+        (["show", ""], "the name of what to look at is empty"),
+        (["show", "sequential", "--html", "a", "--trace", "./a"], "give each a file of its own"),
         (["show", "sequential", "--times", "t.json"], "add --html or --trace"),
         (["check", "a:b", "--layers", "2"], "is a model; leave --layers out"),
         (["check", "sequential", "--ranks", "0"], "'--ranks'"),
@@ -180,6 +186,33 @@ def test_models_that_cannot_be_used(command, target, said, models):
 )
 def test_options_that_do_not_fit(arguments, said):
     assert said in refused(*arguments)
+
+
+def test_a_dim_that_no_tensor_has(models):
+    said = refused("explain", f"{models}:build", "--dim", "2")
+    assert said == (
+        f"dbo-fx explain: --dim 2: no tensor argument of {models}:build has it; the dims of the "
+        "one with the most are 0 to 1\n"
+    )
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    path = tmp_path / "windows.dbo"
+    path.write_bytes(b"\xef\xbb\xbf" + Path(PROGRAM).read_bytes().replace(b"\n", b"\r\n"))
+    assert run("diff", PROGRAM, str(path)).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["show", "explain", "check"])
+def test_a_full_disk_is_not_our_mistake(command, monkeypatch):
+    def full(*_: object, err: bool = False, **__: object) -> None:
+        if not err:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        said.append(str(_[0]))
+
+    said: list[str] = []
+    monkeypatch.setattr(typer, "echo", full)
+    assert run(command, PROGRAM).exit_code == 2
+    assert said == [f"dbo-fx {command}: the output cannot be written: No space left on device"]
 
 
 def test_no_second_process_group(models):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ def by_name(found: Diagnosis, section: str) -> dict[str, Finding]:
 
 def test_the_core_works_here(found):
     assert found.ok
+    assert by_name(found, "versions")["dbo_fx"].found == version("dbo-fx")
     assert str(found).endswith("the core works")
     assert by_name(found, "self-tests")["gloo over localhost"].state == "ok"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -169,6 +170,15 @@ def test_a_program_that_is_not_safe_has_no_explanation() -> None:
     wrong = without(bound(), "comp wait e5")
     with pytest.raises(VerificationError):
         explain_program(wrong)
+
+
+def test_a_refused_file_is_shown_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.dbo"
+    path.write_text(f"# One line more.\n{without(bound(), 'comp wait e5')}")
+    command = [sys.executable, "-m", "dbo_fx.cli", "explain", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.match(r"dbo-fx explain: wrong\.dbo, line \d+: ", done.stderr)
 
 
 def test_a_refusal_names_the_op(models: str) -> None:

@@ -293,6 +293,8 @@ DAMAGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda f: f.pop("token_inputs"), "is damaged (KeyError: 'token_inputs')"),
     (lambda f: f["nodes"][2].update(target="os.system"), "is no op and no function of sizes"),
     (lambda f: f["nodes"][2].update(target="torch.load"), "is no op and no function of sizes"),
+    (lambda f: f["nodes"][2].update(op="call_method"), "node 3 has op 'call_method', wanted one"),
+    (lambda f: f["nodes"][2].update(module="m\nexit()"), "comes from a place of several lines"),
 ]
 
 
@@ -306,6 +308,35 @@ def test_damaged_files_are_refused(
     file.write_text(json.dumps(facts))
     with pytest.raises(GraphFileError, match=re.escape(said)):
         dbo_fx.load_graph(file)
+
+
+CODE = "__import__('pathlib').Path('ran').touch()"
+CARRIERS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda f: f["nodes"][1].update(target=f"x={CODE}"),
+    lambda f: f["nodes"][2]["kwargs"].update({f"a={CODE}, b": 1}),
+    lambda f: f["nodes"][2].update(op="get_attr", target=f"x; {CODE}", args=[]),
+    lambda f: f["nodes"][-1].update(target=f"output; {CODE}"),
+    lambda f: f["symbols"].append([CODE, "positive", 2, None, 6]),
+    lambda f: f["guards"].append(CODE),
+    lambda f: f["nodes"][1]["val"].update(shape=[CODE]),
+]
+
+
+@pytest.mark.parametrize("carry", CARRIERS)
+def test_files_cannot_bring_code(
+    file: Path,
+    carry: Callable[[dict[str, Any]], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    graph = captured(torch.sin, hidden(4, H))
+    facts = json.loads(graph_text(graph))
+    carry(facts)
+    file.write_text(json.dumps(facts))
+    with pytest.raises(GraphFileError, match=r"is no name|is no part of a size"):
+        dbo_fx.load_graph(file)
+    assert not Path("ran").exists()
 
 
 def test_files_that_are_no_json(file: Path, tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from dbo_fx import schedules
+from dbo_fx.contracts import NCCL
 from dbo_fx.errors import OptionError
 from dbo_fx.golden_files import Golden, file_name
 from dbo_fx.ir import parse_schedule
+from dbo_fx.ir_bind import bound_program
 from dbo_fx.testing import assert_overlaps
 
 pytest_plugins = ["pytester"]
@@ -255,6 +257,33 @@ def test_nothing_is_written_that_did_not_change(tmp_path: Path) -> None:
 def test_goldens_stay_in_their_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="names no file below golden/"):
         Golden(tmp_path / "golden", "test_a.py::test_b", update=True).text("x", name=name)
+
+
+def test_line_ends_make_no_difference(tmp_path: Path) -> None:
+    for update in (True, False):
+        Golden(tmp_path / "golden", "test_a.py::test_b", update).text("one\r\ntwo\rthree\n")
+    assert (tmp_path / "golden/test_a/test_b.txt").read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_a_name_is_for_one_text(tmp_path: Path) -> None:
+    golden = Golden(tmp_path / "golden", "test_a.py::test_b", update=True)
+    golden.text("one", name="a.txt")
+    golden.text("one", name="a.txt")
+    with pytest.raises(OptionError, match=r"a\.txt is named twice in this test"):
+        golden.text("two", name="a.txt")
+
+
+def test_lanes_of_a_layer_that_is_not_there(tmp_path: Path) -> None:
+    golden = Golden(tmp_path / "golden", "test_a.py::test_b", update=True)
+    golden.lanes(SHIPPED, layer=7)
+    assert "D_m0@7" in (tmp_path / "golden/test_a/test_b.lanes.txt").read_text()
+    with pytest.raises(OptionError, match="there is no layer 7; they count from 0 to 2"):
+        golden.lanes(bound_program(schedules.load(SHIPPED), 3, NCCL), layer=7)
+
+
+def test_text_takes_texts(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="takes a text, found a int"):
+        Golden(tmp_path / "golden", "test_a.py::test_b").text(3)  # type: ignore[arg-type]
 
 
 def test_a_text_is_no_program(tmp_path: Path) -> None:

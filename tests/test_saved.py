@@ -221,6 +221,7 @@ CALLS: list[tuple[Callable[..., Any], type[DboError], str]] = [
     (lambda p, x, n, c: p(x, n, c, c), OptionError, "got 4 arguments, want 3"),
     (lambda p, x, n, c: p(x, n, c[:1]), OptionError, "argument 'caches' holds no caches.1"),
     (lambda p, x, n, c: p(x, 2, c), OptionError, "argument counter is a int, want a tensor"),
+    (lambda p, x, n, c: p([1, 2], n, c), OptionError, "argument x is a list, want a tensor"),
     (lambda p, x, n, c: p(x.double(), n, c), SoundnessError, "argument x has dtype torch.float64"),
     (lambda p, x, n, c: p(x[:, :4], n, c), SoundnessError, r"argument x has shape \(6, 4\)"),
     (lambda p, x, n, c: p(x.T.contiguous().T, n, c), SoundnessError, "argument x has strides"),
@@ -292,6 +293,7 @@ def edit_manifest(folder: Path, **changes: Any) -> None:
         ({"format": "dbo_fx program 9"}, "has format 'dbo_fx program 9', this dbo_fx reads"),
         ({"plan": None}, "is damaged: it has no 'plan'"),
         ({"plan": "0" * 16}, "was saved with plan 0000000000000000; this dbo_fx makes"),
+        ({"groups": {}}, "is damaged: it has groups none, and the graph communicates over 0"),
         ({"groups": {"0": 2}}, "group '0' has 1 ranks, and the program was compiled for 2"),
     ],
 )
@@ -315,6 +317,11 @@ def test_a_program_of_another_version_is_refused(alone: None, folder: Path) -> N
     with pytest.raises(GraphFileError, match="is not what this dbo_fx makes of the graph") as told:
         dbo_fx.load(folder, model)
     assert "+comm  D_m0.send@0" in str(told.value)
+
+
+def test_only_compiled_programs_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"found str, wanted one of dbo_fx\.compilations\(\)"):
+        dbo_fx.save("program", tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_program(tmp_path: Path) -> None:

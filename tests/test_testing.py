@@ -105,11 +105,19 @@ def test_names_and_layers(comm: str, compute: str) -> None:
         ({"comm": "D m0 @+1", "compute": "A1 m1"}, "wanted a dispatch or combine"),
         ({"comm": "D m0", "compute": "C m1"}, "is a communication"),
         ({"comm": "D_m0@1", "compute": "A1 m1", "layer": 2}, "layer=2 does not fit"),
+        ({"comm": "D m0", "compute": "A1 m1", "layer": -1}, "layer=-1: layers count from 0"),
     ],
 )
 def test_wrong_names_are_no_failures_but_errors(names: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message.replace("+", r"\+")):
         assert_overlaps(bound(), **names)
+
+
+def test_wrong_ranks_and_what_has_no_memory_are_errors() -> None:
+    with pytest.raises(OptionError, match="ranks=0: wanted a number from 1 up"):
+        assert_certified(SHIPPED, ranks=0)
+    with pytest.raises(OptionError, match="str is no compiled program"):
+        assert_peak_below(SHIPPED, ratio=1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check", [assert_overlaps, assert_not_overlaps])

@@ -380,6 +380,8 @@ def test_wrong_use_is_refused(compiled: CompiledProgram, tmp_path: Path):
         write_files(timeline("sequential"), trace=tmp_path)
     with pytest.raises(ScheduleError, match="no schedule is called 'nope'"):
         timeline("nope")
+    with pytest.raises(OptionError, match="found int; wanted a compiled program, a program"):
+        timeline(3)  # type: ignore[arg-type]
 
 
 def test_without_plotly_a_page_names_the_extra():

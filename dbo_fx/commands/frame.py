@@ -69,10 +69,15 @@ def exits(command: str) -> Iterator[None]:
 
 
 def tell(command: str, message: str) -> None:
-    """Write a message to stderr; very long lines are cut."""
+    """Write a message to stderr; very long lines lose their middle."""
     lines = f"dbo-fx {command}: {message}".split("\n")
-    shown = [x if len(x) <= _LONGEST else f"{x[:_LONGEST]} ... (cut)" for x in lines]
-    typer.echo("\n".join(shown), err=True)
+    typer.echo("\n".join(map(_cut, lines)), err=True)
+
+
+def _cut(line: str) -> str:
+    """A line without its middle, if it is very long."""
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
 
 
 def put(text: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dbo_fx import schedules
-from dbo_fx.errors import OptionError
+from dbo_fx.errors import GraphFileError, OptionError
 from dbo_fx.graph_facts import SUFFIX, is_graph_file, read_graph_facts
 from dbo_fx.inspect.facts import Facts, facts_of_actions, facts_of_program, layers_text
 from dbo_fx.inspect.graph_items import facts_of_nodes
@@ -31,8 +31,7 @@ def read_subject(subject: object) -> object:
         return subject
     name = os.fspath(subject)
     if is_graph_file(name):
-        facts = read_graph_facts(name)
-        return facts_of_nodes(facts["nodes"], facts["constants"], Path(name).name)
+        return _graph_facts(name)
     if name.endswith(schedules.SUFFIX) or name in schedules.names():
         return _parsed(schedules.read(name), name)
     if not name:
@@ -43,6 +42,15 @@ def read_subject(subject: object) -> object:
         f"{name} is neither a schedule ({', '.join(schedules.names())}), nor a "
         f"{schedules.SUFFIX} file, nor a graph file ({SUFFIX})"
     )
+
+
+def _graph_facts(name: str) -> Facts:
+    facts = read_graph_facts(name)
+    try:
+        return facts_of_nodes(facts["nodes"], facts["constants"], Path(name).name)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise GraphFileError(f"{name} is damaged ({what}). Save the graph again.") from error
 
 
 def _parsed(text: str, source: str) -> Program | Schedule:

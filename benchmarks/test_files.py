@@ -4,7 +4,7 @@ For hosts without pytest-xdist, such as one with GPUs. Files whose subject is th
 packaging, documents and mutations are left out. Goldens are compared as everywhere: a golden that
 differs there is a failure. The recorded run:
 
-    python benchmarks/test_files.py --jobs 14 --output benchmarks/results/test_files.json
+    python benchmarks/test_files.py --jobs 10 --output benchmarks/results/test_files.json
 """
 
 from __future__ import annotations

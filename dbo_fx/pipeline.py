@@ -5,9 +5,11 @@ Passes return what they did; the pipeline owns logging, timing and dumps.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -116,6 +118,10 @@ class Pipeline:
         Raises:
             DboError: what a pass refused, with the pass's name noted on the error.
         """
+        with _collection_paused():
+            return self._run(captured)
+
+    def _run(self, captured: CapturedGraph) -> tuple[State, tuple[Report, ...]]:
         state = State(captured, captured.graph)
         reports: list[Report] = []
         for step in self.passes:
@@ -131,3 +137,15 @@ class Pipeline:
             for observer in self.observers:
                 observer(report, state)
         return state, tuple(reports)
+
+
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No garbage collection while passes run: each would visit every node of a large graph."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -12,12 +12,14 @@ diffs with a changed copy.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from dbo_fx.pipeline import State
 
 # transformers looks for torchvision, whose build may not fit torch's.
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+
+
+REPEATS = 2
 
 
 def build(layers: int) -> torch.nn.Module:
@@ -122,6 +127,9 @@ def measure(layers: int, ranks: int, tokens: int, timeline: str | None = None) -
     started = time.perf_counter()
     captured = dbo_fx.trace(model, (), {"input_ids": ids, "use_cache": False}, mark=0)
     traced = time.perf_counter()
+    # Passes change a graph in place: for runs that only time them, the machine's speed varies.
+    copies = [replace(captured, module=copy.deepcopy(captured.module)) for _ in range(REPEATS)]
+    began = time.perf_counter()
     with certified() as notes:
         compiled = compile_captured(captured, dbo_fx.Options())
     done = time.perf_counter()
@@ -138,11 +146,18 @@ def measure(layers: int, ranks: int, tokens: int, timeline: str | None = None) -
         "segments": compiled.summary.segments,
         "distinct_segments": compiled.summary.distinct_segments,
         "trace_s": round(traced - started, 2),
-        "passes_s": round(done - traced - beside, 2),
+        "passes_s": round(done - began - beside, 2),
+        "passes_quickest_s": 0.0,
         "per_pass_s": {name: round(seconds, 2) for name, seconds in per_pass.items()},
         **notes,
         "peak_memory_gb": round(peak_gb(), 2),
     }
+    seconds = [done - began - beside]
+    for again in copies:
+        begin = time.perf_counter()
+        compile_captured(again, dbo_fx.Options())
+        seconds.append(time.perf_counter() - begin)
+    figures["passes_quickest_s"] = round(min(seconds), 2)
     figures |= diff_figures(captured, compiled)
     if timeline is not None:
         started = time.perf_counter()

@@ -1,6 +1,9 @@
 """Check the time and memory limits that the project promises, and print the exact figures.
 
-Machines differ, so a figure fails only above twice its limit. Ratios are checked as they are.
+Machines differ, so a figure fails only above twice its limit. The speed of a shared machine also
+changes from run to run: a ratio of two runs fails above 1.25 times its limit (what grows with the
+square of the layers would have a ratio of 4), and its smaller run is made before and after the
+larger one.
 
     python benchmarks/limits.py
 """
@@ -21,6 +24,7 @@ from page_time import has_browser
 
 HERE = Path(__file__).parent
 SLACK = 2.0
+RATIO_SLACK = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +73,24 @@ def show_figures() -> list[Figure]:
 
 def full_size_figures() -> list[Figure]:
     """The full-size DeepSeek-V3 on meta tensors: time, memory, linearity in the layers."""
-    runs = {}
     with tempfile.TemporaryDirectory() as folder:
         page = str(Path(folder) / "timeline.html")
-        for layers in (31, 61):
-            extra = ["--timeline", page] if layers == 61 else []
-            runs[layers] = printed("full_size.py", "--layers", str(layers), *extra)
+        before = printed("full_size.py", "--layers", "31")
+        full = printed("full_size.py", "--layers", "61", "--timeline", page)
+        after = printed("full_size.py", "--layers", "31")
         pages = page_figures(page)
-    full = runs[61]
-    ratio = full["passes_quickest_s"] / runs[31]["passes_quickest_s"]
-    growth = full["certificates_s"] / runs[31]["certificates_s"]
+
+    def growth(key: str) -> float:
+        return float(full[key]) / statistics.mean([before[key], after[key]])
+
     total = full["trace_s"] + full["passes_s"]
     return [
         Figure("DeepSeek-V3, 61 layers: trace and passes", total, 60, "s"),
         Figure("DeepSeek-V3, 61 layers: peak memory", full["peak_memory_gb"], 4, "GB"),
-        Figure("passes, 61 layers / 31 layers", ratio, 2.3, "x", slack=1.0),
+        Figure("passes, 61 / 31 layers", growth("passes_quickest_s"), 2.3, "x", RATIO_SLACK),
         Figure("DeepSeek-V3, 61 layers: all certificates", full["certificates_s"], 10, "s"),
         Figure("DeepSeek-V3, 61 layers: their memory", full["certificates_memory_gb"], 2, "GB"),
-        Figure("certificates, 61 layers / 31 layers", growth, 2.3, "x", slack=1.0),
+        Figure("certificates, 61 / 31 layers", growth("certificates_s"), 2.3, "x", RATIO_SLACK),
         Figure("diff of two 61-layer graphs", full["diff_captured_s"], 10, "s"),
         Figure("diff of two 61-layer emitted graphs", full["diff_emitted_s"], 10, "s"),
         Figure("diff of two 61-layer programs", full["diff_programs_s"], 10, "s"),

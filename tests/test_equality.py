@@ -25,7 +25,7 @@ TINY = ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (2, 3), (3, 3), (0, 3))
 SLOW = pytest.mark.slow
 CASES = [  # model, tokens of a sequence
     ("deepseek_v3", 6),
-    ("mixtral", 1),
+    pytest.param("mixtral", 1, marks=SLOW),
     ("plain", 1),
     pytest.param("deepseek_v3", 1, marks=SLOW),
     pytest.param("mixtral", 6, marks=SLOW),
@@ -131,7 +131,8 @@ def schedules(rank: int, options: dict[str, Any]) -> bool:
     return torch.equal(result, torch.cat(pieces))
 
 
-@pytest.mark.parametrize("count", [3, *(pytest.param(k, marks=SLOW) for k in (1, 2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_sequential_schedule_with_any_number_of_microbatches(ranks: Any, count: int) -> None:
     """One microbatch is the unsplit graph."""
     options = {"schedule": "sequential", "num_microbatches": count}

@@ -85,30 +85,22 @@ def microbatches_exchanged(base: Case) -> Iterator[Damage]:
 
 @operator("recv dropped")
 def recv_dropped(base: Case) -> Iterator[Damage]:
-    for index, step in halves(base.program, Half.RECV):
-        yield unsafe(base, without(base.program.steps, index), f"without {step}")
+    return _dropped(base, Half.RECV)
 
 
 @operator("recv doubled")
 def recv_doubled(base: Case) -> Iterator[Damage]:
-    for index, step in halves(base.program, Half.RECV):
-        steps = list(base.program.steps)
-        steps.insert(index + 1, step)
-        yield unsafe(base, steps, f"{step} twice")
+    return _doubled(base, Half.RECV)
 
 
 @operator("send dropped")
 def send_dropped(base: Case) -> Iterator[Damage]:
-    for index, step in halves(base.program, Half.SEND):
-        yield unsafe(base, without(base.program.steps, index), f"without {step}")
+    return _dropped(base, Half.SEND)
 
 
 @operator("send doubled")
 def send_doubled(base: Case) -> Iterator[Damage]:
-    for index, step in halves(base.program, Half.SEND):
-        steps = list(base.program.steps)
-        steps.insert(index + 1, step)
-        yield unsafe(base, steps, f"{step} twice")
+    return _doubled(base, Half.SEND)
 
 
 @operator("recv before send")
@@ -250,3 +242,15 @@ def captured_and_blocking(base: Case) -> Iterator[Damage]:
     blocks = contract.blocks_host or not contract.capturable
     expected = "unsafe" if blocks else "redundant"
     yield Damage((base.program,), expected, "under capture", captured=True)
+
+
+def _dropped(base: Case, half: Half) -> Iterator[Damage]:
+    for index, step in halves(base.program, half):
+        yield unsafe(base, without(base.program.steps, index), f"without {step}")
+
+
+def _doubled(base: Case, half: Half) -> Iterator[Damage]:
+    for index, step in halves(base.program, half):
+        steps = list(base.program.steps)
+        steps.insert(index + 1, step)
+        yield unsafe(base, steps, f"{step} twice")

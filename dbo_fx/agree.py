@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from dbo_fx.capturing import what_captures
 from dbo_fx.comm import groups
 from dbo_fx.decision import (
     NO_THRESHOLDS,
@@ -69,8 +70,14 @@ def compare_over_store(
         advice: How the message ends.
 
     Raises:
-        AgreementError: A rank did not write its value in time, or wrote another one.
+        AgreementError: A rank did not write its value in time, or wrote another one; or something
+            is being captured.
     """
+    if captured := what_captures():
+        raise AgreementError(
+            f"{what}: the ranks would have to compare it while {captured}. Run the model once on "
+            "such inputs before the capture: then it is compiled and tested."
+        )
     ranks, mine = groups.world_size(group_name), groups.rank(group_name)
     if ranks == 1 or groups.is_fake(group_name):
         return
@@ -173,13 +180,7 @@ def _capture() -> str:
     """Return what is being captured, in words; nothing if nothing is."""
     if torch.compiler.is_compiling():
         return "a model is being traced by torch.compile or torch.export"
-    # A capture needs an initialised CUDA; is_available() would ask the driver at every step.
-    if (
-        torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-        and torch.cuda.is_current_stream_capturing()
-    ):
-        return "a CUDA graph is being captured"
-    return ""
+    return what_captures()
 
 
 @lru_cache(maxsize=256)

@@ -13,9 +13,10 @@ from torch.fx import GraphModule
 from dbo_fx.agree import announce_over_store, compare_over_store
 from dbo_fx.capture import CapturedGraph, from_dynamo, value_of
 from dbo_fx.comm import transport_for
+from dbo_fx.comm.protocol import unusable
 from dbo_fx.communication import communicating_groups
 from dbo_fx.compiled import CompiledProgram
-from dbo_fx.contracts import contract
+from dbo_fx.contracts import check_sms, contract
 from dbo_fx.dump import Dump
 from dbo_fx.emit import Emit
 from dbo_fx.errors import (
@@ -28,6 +29,7 @@ from dbo_fx.errors import (
 )
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
+from dbo_fx.passes.compile_segments import CompileSegments
 from dbo_fx.passes.halves import Halves
 from dbo_fx.passes.lower import Lower
 from dbo_fx.passes.memory import Memory
@@ -40,6 +42,7 @@ from dbo_fx.passes.streams import Streams
 from dbo_fx.passes.verify import Verify
 from dbo_fx.pipeline import Observer, Pipeline
 from dbo_fx.plan_digest import fallback_digest
+from dbo_fx.segment_compilers import EAGER, INDUCTOR, check_backend
 from dbo_fx.torch_trace import publish
 
 log = logging.getLogger("dbo_fx")
@@ -155,6 +158,8 @@ def compile_captured(
     if runs or name is None:
         name = _transport_name(captured, name)
     transport = contract(name)
+    check_sms(transport, options.sms)
+    segments = _segment_backend(captured, options.segment_backend)
     pipeline = Pipeline(
         [
             Normalize(),
@@ -163,10 +168,11 @@ def compile_captured(
             Microbatch(options.microbatches()),
             Halves(transport),
             Order(schedule),
-            Streams(schedule.name, transport),
+            Streams(schedule.name, transport, options.sms),
             Lower(),
             Verify(transport),
             Memory(options.max_memory_ratio),
+            CompileSegments(segments if runs else EAGER),
             Emit(options.counts_progress),
         ],
         observers,
@@ -219,11 +225,32 @@ def _inner(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> 
     return inner
 
 
-def _transport_name(captured: CapturedGraph, wanted: str | None) -> str:
+def _segment_backend(captured: CapturedGraph, wanted: str | None) -> str:
+    """The backend that was asked for, or the one for the graph's device.
+
+    Raises:
+        OptionError: torch.compile knows no such backend.
+    """
+    if wanted is not None:
+        check_backend(wanted)
+        return wanted
+    return INDUCTOR if _device_type(captured) == "cuda" else EAGER
+
+
+def _device_type(captured: CapturedGraph) -> str:
     token = captured.token_inputs[0]
-    device = value_of(captured.placeholders[token.index]).device.type
+    kind: str = value_of(captured.placeholders[token.index]).device.type
+    return kind
+
+
+def _transport_name(captured: CapturedGraph, wanted: str | None) -> str:
+    device = _device_type(captured)
+    carried = device if device == "cuda" else "cpu"
     try:  # Other devices (meta) only compile; they stand for the CPU.
-        return transport_for(device if device == "cuda" else "cpu", wanted).contract.name
+        name = transport_for(carried, wanted).contract.name
+        if (why := unusable(carried, name)) is not None:
+            raise CommunicationError(f"transport {name!r} cannot run here: {why}")
+        return name
     except CommunicationError as error:
         raise OptionError(f"option transport={wanted!r} cannot be used: {error}") from error
 

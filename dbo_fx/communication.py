@@ -1,6 +1,6 @@
 """How dispatch and combine look in a captured graph, whatever carries them.
 
-Recognised: the functional ops `dbo_fx::dispatch` / `dbo_fx::combine`, and pairs of a
+Recognised: the functional ops `dbo_fx::dispatch` / `dbo_fx::combine`, plain or batched, and pairs of a
 `_c10d_functional` launch (all_gather_into_tensor, all_to_all_single, reduce_scatter_tensor) and its
 `wait_tensor`. Model names play no part.
 """
@@ -18,12 +18,16 @@ import dbo_fx.comm  # noqa: F401  (registers the ops)
 from dbo_fx import opaque
 from dbo_fx.capture import value_of, where
 from dbo_fx.comm import groups
+from dbo_fx.comm.expert_layouts import Batched
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.ir import Phase
 from dbo_fx.symbols import are_equal_parts
 
 DISPATCH = torch.ops.dbo_fx.dispatch.default
+DISPATCH_FP8 = torch.ops.dbo_fx.dispatch_fp8.default
+DISPATCH_BATCHED = torch.ops.dbo_fx.dispatch_batched.default
 COMBINE = torch.ops.dbo_fx.combine.default
+COMBINE_BATCHED = torch.ops.dbo_fx.combine_batched.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
@@ -31,14 +35,20 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 COLLECTIVE = {
     DISPATCH: "all_gather",
+    DISPATCH_FP8: "all_gather",
+    DISPATCH_BATCHED: "batched_dispatch",
     COMBINE: "reduce_scatter_sum",
+    COMBINE_BATCHED: "batched_combine",
     ALL_GATHER: "all_gather",
     ALL_TO_ALL: "all_to_all",
     REDUCE_SCATTER: "reduce_scatter_sum",
 }
 PHASES = {
     DISPATCH: (Phase.D,),
+    DISPATCH_FP8: (Phase.D,),
+    DISPATCH_BATCHED: (Phase.D,),
     COMBINE: (Phase.C,),
+    COMBINE_BATCHED: (Phase.C,),
     ALL_GATHER: (Phase.D,),
     ALL_TO_ALL: (Phase.D, Phase.C),
     REDUCE_SCATTER: (Phase.C,),
@@ -51,10 +61,12 @@ class Launch:
 
     Attributes:
         node: The launching node in the captured graph.
-        collective: `all_gather`, `all_to_all` or `reduce_scatter_sum`.
+        collective: `all_gather`, `all_to_all`, `reduce_scatter_sum` or a batched exchange.
         group: Process group name.
         inputs: The tensors sent.
-        results: Per sent tensor the nodes that stand for what arrives (items or the wait).
+        results: Per arriving tensor the nodes that stand for it (items or the wait).
+        rows: Whether it is one of the ops that DeepEP's row kernels carry.
+        experts: E, where the dispatch says it.
     """
 
     node: Node
@@ -62,6 +74,8 @@ class Launch:
     group: str
     inputs: tuple[Node, ...]
     results: tuple[tuple[Node, ...], ...]
+    rows: bool = False
+    experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +160,8 @@ def launch_of(node: Node) -> Launch:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     collective = COLLECTIVE[target]
-    if target is DISPATCH:
-        items = [u for u in node.users if u.target is operator.getitem]
-        results = tuple(tuple(u for u in items if u.args[1] == i) for i in range(3))
-        return Launch(node, collective, str(node.args[3]), _nodes(node.args[:3]), results)
-    if target is COMBINE:
-        return Launch(node, collective, str(node.args[2]), _nodes(node.args[:1]), ((node,),))
+    if target in _OWN:
+        return _own(node, collective)
     waits = tuple(u for u in node.users if u.target is WAIT)
     if len(waits) != 1 or len(node.users) != 1:
         raise UnsupportedGraphError(
@@ -164,6 +174,30 @@ def launch_of(node: Node) -> Launch:
     if target is ALL_TO_ALL:
         _refuse_uneven(node, groups.world_size(group))
     return Launch(node, collective, group, _nodes(node.args[:1]), (waits,))
+
+
+_OWN = (DISPATCH, DISPATCH_FP8, DISPATCH_BATCHED, COMBINE, COMBINE_BATCHED)
+
+
+def _own(node: Node, collective: str) -> Launch:
+    """Describe one of the functional `dbo_fx` ops."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema
+    given: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+    given |= node.kwargs
+    tensors = [a.name for a in schema.arguments if str(a.type) == "Tensor"]
+    inputs = _nodes(tuple(given[name] for name in tensors))
+    count = len(schema.returns)
+    results: tuple[tuple[Node, ...], ...] = ((node,),)
+    if count > 1:
+        items = [u for u in node.users if u.target is operator.getitem]
+        results = tuple(tuple(u for u in items if u.args[1] == i) for i in range(count))
+    if "max_tokens" in given:
+        sizes = Batched(given["max_tokens"], given["num_experts"], given.get("fp8", False))
+        collective = sizes.dispatch() if node.target is DISPATCH_BATCHED else sizes.combine()
+        return Launch(node, collective, str(given["group"]), inputs, results)
+    experts = given.get("num_experts")
+    return Launch(node, collective, str(given["group"]), inputs, results, True, experts)
 
 
 def _nodes(arguments: object) -> tuple[Node, ...]:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,6 +49,7 @@ from dbo_fx.runtime import Runtime
 from dbo_fx.tag import tag_of
 
 if TYPE_CHECKING:
+    from dbo_fx.inspect.measured import Measured
     from dbo_fx.inspect.timeline import Timeline
 
 log = logging.getLogger("dbo_fx")
@@ -351,6 +352,33 @@ class CompiledProgram:
         from dbo_fx.inspect.write_timeline import timeline
 
         return timeline(self, path, times=times, tokens=tokens)
+
+    def measure(
+        self,
+        call: Sequence[Any] | Callable[[], Any],
+        replays: int = 20,
+        *,
+        graph: bool | None = None,
+    ) -> Measured:
+        """Measure when every action runs, in a diagnostic module of the same segments.
+
+        All ranks have to do it together. What the program writes in place is put back.
+
+        Args:
+            call: The graph's inputs; or a function that calls the compiled model once, from which
+                the inputs are taken.
+            replays: How many runs the medians are over.
+            graph: Whether to capture a CUDA graph; None: wherever the program can be captured.
+
+        Returns:
+            The times, for `timeline`, `simulate` and files.
+
+        Raises:
+            OptionError: a number or an argument is wrong, or the program cannot be captured.
+        """
+        from dbo_fx.measuring import measure
+
+        return measure(self, call, replays, graph=graph)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.

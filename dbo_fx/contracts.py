@@ -6,10 +6,11 @@ What each field means for a program is told in `docs/transports.md`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dbo_fx.errors import OptionError
+from dbo_fx.sm_sharing import SmSharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class Contract:
             buffers of the program's own.
         parity: The number of operations of a region, over one communicator, is a multiple of this,
             so that every region starts at slot 0.
+        carries: What its kernels can move: "collectives" (all-gather, reduce-scatter, all-to-all),
+            "rows" (the dispatch and combine ops as a pair) or "batched" (rows by expert).
+        pairs: A combine needs what its dispatch left with the transport; the two find each other by
+            their flight, so that a flight has one dispatch and one combine in turn.
+        takes_sms: A program may say how many SMs it gets (`sms comm 4` in its header).
     """
 
     name: str
@@ -49,6 +55,9 @@ class Contract:
     keepalive: str = "recv"
     slots: int | None = None
     parity: int = 1
+    carries: tuple[str, ...] = ("collectives",)
+    pairs: bool = False
+    takes_sms: bool = False
 
     def __post_init__(self) -> None:
         """Refuse numbers under which no second region could be right.
@@ -67,6 +76,11 @@ class Contract:
                 "of slots"
             )
 
+    @property
+    def sinks(self) -> bool:
+        """Whether a recv is nothing but the compute stream's wait, so that it may come later."""
+        return self.recv_is == "event" and self.recv_stream == "comp"
+
 
 GLOO = Contract(
     name="gloo",
@@ -75,6 +89,7 @@ GLOO = Contract(
     two_halves=True,
     max_in_flight=None,
     recv_is="host",
+    carries=("collectives", "batched"),
 )
 NCCL = Contract(
     name="nccl",
@@ -82,7 +97,19 @@ NCCL = Contract(
     blocks_host=False,
     two_halves=True,
     max_in_flight=None,
+    carries=("collectives", "batched"),
+    takes_sms=True,
 )
+# Peer copies, and copies through host memory: SMs do only barriers, sums and copies within a GPU.
+COPY_ENGINE = Contract(
+    name="copy_engine",
+    capturable=True,
+    blocks_host=False,
+    two_halves=True,
+    max_in_flight=None,
+    num_sms=0,
+)
+LOOPBACK = replace(COPY_ENGINE, name="loopback")
 DEEPEP_LL = Contract(
     name="deepep_ll",
     capturable=True,
@@ -94,9 +121,54 @@ DEEPEP_LL = Contract(
     recv_is="kernel",
     slots=2,
     parity=2,
+    carries=("batched",),
 )
+# The same kernels in one piece, on the communication stream: the next one starts when it is done.
+DEEPEP_LL_ASYNC = Contract(
+    name="deepep_ll_async",
+    capturable=True,
+    blocks_host=False,
+    two_halves=True,
+    max_in_flight=None,
+    slots=2,
+    parity=2,
+    carries=("batched",),
+)
+DEEPEP_HT = Contract(
+    name="deepep_ht",
+    capturable=True,
+    blocks_host=False,
+    two_halves=True,
+    max_in_flight=None,
+    num_sms=20,
+    carries=("rows",),
+    pairs=True,
+)
+DEEPEP_V2 = replace(DEEPEP_HT, name="deepep_v2")
 
-CONTRACTS: dict[str, Contract] = {c.name: c for c in (GLOO, NCCL, DEEPEP_LL)}
+CONTRACTS: dict[str, Contract] = {
+    c.name: c
+    for c in (GLOO, NCCL, COPY_ENGINE, LOOPBACK, DEEPEP_LL, DEEPEP_LL_ASYNC, DEEPEP_HT, DEEPEP_V2)
+}
+
+
+def check_sms(carrier: Contract, sharing: SmSharing) -> None:
+    """Refuse a limit that the transport would not keep to.
+
+    Args:
+        carrier: What the transport promises.
+        sharing: What a program says of SMs.
+
+    Raises:
+        OptionError: It says what communication gets, and the transport cannot limit itself.
+    """
+    if sharing.comm is None or carrier.takes_sms:
+        return
+    able = ", ".join(name for name, c in CONTRACTS.items() if c.takes_sms)
+    raise OptionError(
+        f"comm_sms={sharing.comm}: transport {carrier.name!r} does not let a program say how many "
+        f"SMs it takes. Leave comm_sms out, or use one of: {able}."
+    )
 
 
 def register_contract(contract: Contract) -> None:

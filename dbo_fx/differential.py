@@ -3,12 +3,14 @@
 Routing is discrete: where two experts score almost the same, rounding decides, and outputs then
 differ by far more than rounding. So the top-k ids chosen by the split run are recorded and replayed
 in the unsplit one. What remains is rounding, and must stay below a tolerance.
+
+Both run the traced ops. Compiled segments are compared with theirs one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dbo_fx.capture import value_of
-from dbo_fx.guards import written_inputs
+from dbo_fx.guards import overflow_counters, written_inputs
 from dbo_fx.layouts import Split
 from dbo_fx.passes.sharding import finding_of
 from dbo_fx.pipeline import State
+from dbo_fx.segment_check import each_checked, traced_twin
+from dbo_fx.segments import CompiledSegment
 from dbo_fx.symbols import coefficient, expression, free_symbols
 
 TOPK = torch.ops.aten.topk.default
@@ -36,12 +40,18 @@ class Verdict:
         compared: Tensors compared.
         flips: Top-k ids that the unsplit run would have chosen differently.
         error: The message for the user if the split changes results, else None.
+        lost: Rows found no room in a block of static capacity; what is NaN for it was left out.
+        segments: Compiled segments that were compared with their traced ops.
+        in_segments: Largest relative difference there.
     """
 
     largest: float
     compared: int
     flips: int
     error: str | None = None
+    lost: bool = False
+    segments: int = 0
+    in_segments: float = 0.0
 
     def __str__(self) -> str:
         """One line."""
@@ -49,7 +59,14 @@ class Verdict:
         return (
             f"{state}: {self.compared} tensors, largest relative difference {self.largest:.1e}, "
             f"{self.flips} near-tie top-k ids replayed"
+            + self._compiled()
+            + ("; rows without room left out, see dbo_fx.overflow" if self.lost else "")
         )
+
+    def _compiled(self) -> str:
+        if not self.segments:
+            return ""
+        return f"; {self.segments} compiled segments agree, to {self.in_segments:.1e}"
 
 
 class Differential:
@@ -63,6 +80,7 @@ class Differential:
         """Remember which inputs are written and which nodes choose experts."""
         self.captured = state.captured
         self.written = written_inputs(state)
+        self.counters = overflow_counters(state)
         self.choices = [(n, m) for n, m in state.calls if n.target is TOPK]
 
     def run(self, module: GraphModule, args: tuple[Any, ...]) -> tuple[Any, Verdict]:
@@ -71,14 +89,15 @@ class Differential:
         Returns:
             The split run's outputs, and the verdict.
         """
-        before = {i: args[i].clone() for i in self.written}
+        before = {i: args[i].clone() for i in (*self.written, *self.counters)}
+        traced = traced_twin(module)
         with torch.no_grad(), _Record() as record:
-            split = module(*args)
-        after = {i: args[i].clone() for i in self.written}
+            split = traced(*args)
+        after = {i: args[i].clone() for i in before}
         self._restore(args, before)
         with torch.no_grad(), _Replay(self._whole_ids(record.chosen, args)) as replay:
             whole = self.captured.module(*args)
-        whole_after = {i: args[i].clone() for i in self.written}
+        whole_after = {i: args[i].clone() for i in before}
         names = [f"output {i}" for i in range(len(tree_leaves(split)))]
         pairs = list(
             zip(names, tree_leaves(split), tree_leaves(whole), self._output_rows(), strict=True)
@@ -86,7 +105,15 @@ class Differential:
         for index in self.written:
             name = f"input {self.captured.placeholders[index].name}"
             pairs.append((name, after[index], whole_after[index], Split(0)))
-        verdict = _judge(pairs, replay.flips)
+        runs = [run[i] for run in (after, whole_after) for i in self.counters]
+        lost = any(
+            not torch.equal(x, before[i]) for x, i in zip(runs, self.counters * 2, strict=True)
+        )
+        verdict = _judge(pairs, replay.flips, lost)
+        if traced is not module and verdict.error is None:
+            self._restore(args, before)
+            split, verdict = _run_compiled(module, args, verdict)
+            after = {i: args[i].clone() for i in before}
         self._restore(args, after if verdict.error is None else before)
         return split, verdict
 
@@ -133,6 +160,41 @@ class Differential:
             args[index].copy_(value)
 
 
+def _run_compiled(
+    module: GraphModule, args: tuple[Any, ...], verdict: Verdict
+) -> tuple[Any, Verdict]:
+    """Run with compiled segments, each compared once with the ops that it was compiled from."""
+    largest, errors, segments = 0.0, list[str](), 0
+
+    def both(compiled: Any, traced: Any) -> tuple[Any, Any]:
+        with _Record() as record:
+            results = compiled()
+        with _Replay(record.chosen):
+            return results, traced()
+
+    def compare(segment: CompiledSegment, pairs: list[tuple[Any, Any]]) -> None:
+        nonlocal largest, segments
+        segments += 1
+        for index, (mine, its) in enumerate(pairs):
+            # Where rounding decides (an argmax, a comparison), whole numbers may differ.
+            if not isinstance(mine, torch.Tensor) or not mine.is_floating_point():
+                continue
+            limit, found = TOLERANCE.get(mine.dtype, 0.0), _relative(mine, its, False)
+            largest = max(largest, found)
+            if not found <= limit:
+                errors.append(
+                    f"{segment.name} as {segment.backend} compiled it differs from its traced ops: "
+                    f"result {index} by {found:.1e} relative (allowed for {mine.dtype}: "
+                    f"{limit:.0e}). Compile with segment_backend='eager', and report the backend."
+                )
+
+    with torch.no_grad(), each_checked(module, both, compare):
+        result = module(*args)
+    if errors:
+        return result, replace(verdict, error=errors[0])
+    return result, replace(verdict, segments=segments, in_segments=largest)
+
+
 def has_values(args: Sequence[Any]) -> bool:
     """Whether inputs can be computed with: no meta or fake tensors, not under CUDA capture."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -174,13 +236,15 @@ class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return args[0].gather(dim, ids), ids
 
 
-def _relative(split: torch.Tensor, whole: torch.Tensor) -> float:
+def _relative(split: torch.Tensor, whole: torch.Tensor, lost: bool) -> float:
     if split.shape != whole.shape:
         return float("inf")
     if not split.is_floating_point():
-        return float((split != whole).any())
+        return 0.0 if lost else float((split != whole).any())
     a, b = split.double(), whole.double()
     same = (a == b) | (a.isnan() & b.isnan())
+    if lost:  # Split and unsplit batches lose other rows.
+        same |= a.isnan() | b.isnan()
     difference = torch.where(same, 0.0, a - b).norm()
     scale = torch.where(b.isfinite(), b, 0.0).norm().clamp_min(1e-30)
     return float(difference / scale)
@@ -200,12 +264,12 @@ def _rows(split: torch.Tensor, whole: torch.Tensor, limit: float, layout: Split)
     return f"Rows of dim {dim} that differ: {shown or 'none by much'}. "
 
 
-def _judge(pairs: list[tuple[str, Any, Any, Split]], flips: int) -> Verdict:
+def _judge(pairs: list[tuple[str, Any, Any, Split]], flips: int, lost: bool) -> Verdict:
     largest, error = 0.0, None
     tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
     for name, split, whole, layout in tensors:
         limit = TOLERANCE.get(split.dtype, 0.0)
-        difference = _relative(split, whole)
+        difference = _relative(split, whole, lost)
         largest = max(largest, difference)
         if error is None and not difference <= limit:
             error = (
@@ -216,4 +280,4 @@ def _judge(pairs: list[tuple[str, Any, Any, Split]], flips: int) -> Verdict:
                 "without a cache). "
                 "Split along another dim (option split_dim), or keep the op out of the region."
             )
-    return Verdict(largest, len(tensors), flips, error)
+    return Verdict(largest, len(tensors), flips, error, lost)

@@ -5,14 +5,16 @@ ensures:  a flat GraphModule whose nodes are segments, sends and recvs, and runt
           Python order is the schedule; nothing traces or compiles it again
 before -> after: `wait(1, 'comp')` -> `runtime.wait(1, 'comp')`;
                  a send on comm -> `runtime.use('comm')`, the send, `runtime.use('comp')`;
-                 with counters, an action: `runtime.start(1, 'comp')` before, `finish` behind it
+                 of a program that shares SMs, the output: `runtime.end()` before it;
+                 with counters or stamps, an action: `runtime.start(1, 'comp')` before, `finish`
+                 behind it
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +31,9 @@ from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
 from dbo_fx.progress import Place
 from dbo_fx.runtime import Runtime
-from dbo_fx.tag import Tag, set_tag
+from dbo_fx.sm_sharing import SmSharing
+from dbo_fx.stamps import StampedRuntime
+from dbo_fx.tag import Tag, set_tag, tag_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,12 @@ class Emit:
 
     Attributes:
         progress: Whether the module counts the actions that have finished; None: on CPU only.
+        stamps: Whether to emit a diagnostic module instead, which says when every action ran
+            (`StampedRuntime`); it counts nothing.
     """
 
     progress: bool | None = False
+    stamps: bool = False
     name: str = "emit"
 
     def apply(self, state: State) -> tuple[State, str]:
@@ -48,20 +55,28 @@ class Emit:
         graph, env = Graph(), dict[Node, Node]()
         device = _device(state)
         is_counted = device.type == "cpu" if self.progress is None else self.progress
-        counting = _Counting(state.graph.nodes if is_counted else ())
-        streams = _Streams(graph, counting)
+        if self.stamps:
+            counting = _Counting(state.graph.nodes, _stamped_place)
+        else:
+            counting = _Counting(state.graph.nodes if is_counted else (), _place)
+        sharing = SmSharing() if state.program is None else state.program.sms
+        streams = _Streams(graph, counting, ends=bool(sharing))
         for node in state.graph.nodes:
             if node.op.startswith("call") and streams.runtime is None:
                 streams.begin()
             copy = streams.emit(node, env)
             if copy is not None:
                 env[node] = copy
-        root: dict[str, Any] = {**_constants(state), **state.segments}
-        root["runtime"] = Runtime(device, counting.counters(device) if is_counted else None)
+        root: dict[str, Any] = {**_constants(state), **state.segments, **state.compiled}
+        if self.stamps:
+            root["runtime"] = StampedRuntime(device, counting.order)
+        else:
+            root["runtime"] = Runtime(device, counting.counters(device) if is_counted else None)
+        root["runtime"].limits.sharing = sharing
         module = GraphModule(root, graph, class_name="DboProgram")
         graph.lint()
         calls = sum(n.op.startswith("call") for n in graph.nodes)
-        return replace(state, graph=graph, module=module), f"{calls} calls"
+        return replace(state, graph=graph, lowered=state.graph, module=module), f"{calls} calls"
 
 
 class _Counting:
@@ -70,14 +85,14 @@ class _Counting:
     A stream's neighbouring nodes of one action are one: a wait or another stream may cut it.
     """
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
+    def __init__(self, nodes: Iterable[Node], place_of: Callable[[Node], Place | None]) -> None:
         self.order: list[Place] = []
         self.starts: dict[Node, int] = {}
         self.finishes: dict[Node, int] = {}
         latest: dict[str, tuple[Place, Node]] = {}
         count = Counter[str]()
         for node in nodes:
-            place = _place(node)
+            place = place_of(node)
             if place is None:
                 continue
             before = latest.get(place.stream)
@@ -106,11 +121,20 @@ def _place(node: Node) -> Place | None:
     return Place(stream_of(node), action.bound())
 
 
+def _stamped_place(node: Node) -> Place | None:
+    """As `_place`, and the calls that belong to no action but take time: `merge`, `shared`."""
+    tag = tag_of(node)
+    if tag is not None and tag.role in ("merge", "shared") and node.op.startswith("call"):
+        is_item = node.target is operator.getitem
+        return None if is_item else Place(stream_of(node), tag.role)
+    return _place(node)
+
+
 class _Streams:
     """Copies nodes into the emitted graph and switches streams where they change."""
 
-    def __init__(self, graph: Graph, counting: _Counting) -> None:
-        self.graph, self.counting = graph, counting
+    def __init__(self, graph: Graph, counting: _Counting, *, ends: bool) -> None:
+        self.graph, self.counting, self.ends = graph, counting, ends
         self.runtime: Node | None = None
         self.current = COMP
 
@@ -128,6 +152,8 @@ class _Streams:
         if stream != self.current:
             self._call("use", stream)
             self.current = stream
+        if node.op == "output" and self.ends:
+            self._call("end")
         starts, finishes = self.counting.starts.get(node), self.counting.finishes.get(node)
         if starts is not None:
             self._call("start", starts, stream)

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from dbo_fx.capture import module_path, value_of
 from dbo_fx.graph_places import line_of
 from dbo_fx.runtime import Runtime
+from dbo_fx.segments import body_of
 from dbo_fx.tag import Tag, tag_of
 
 RUNTIME = "runtime"
@@ -59,8 +60,9 @@ def python_text(graph: Graph, title: str, module: GraphModule | None = None) -> 
     used = {n.target.__name__ for n in nodes if n.op == "call_function" and _is_marker(n.target)}
     blocks = ["\n".join(head), *(text for name, text in _MARKERS.items() if name in used)]
     for name, child in () if module is None else module.named_children():
-        if isinstance(child, GraphModule):
-            blocks.append(_function(name, child.graph))
+        body = body_of(child)
+        if body is not None:
+            blocks.append(_function(name, body.graph))
     blocks += [_function("forward", graph), 'if __name__ == "__main__":\n    print(__doc__)']
     return "\n\n\n".join(blocks) + "\n"
 

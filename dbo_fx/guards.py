@@ -15,6 +15,7 @@ from dbo_fx.effects import extent
 from dbo_fx.errors import SoundnessError
 from dbo_fx.fake_rerun import FakeRerun
 from dbo_fx.padding import STEP, Padding
+from dbo_fx.passes.sharding_packing import NOTE
 from dbo_fx.passes.soundness import sizes_refused
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import same_storage_key
@@ -125,8 +126,16 @@ class CallGuards:
 
 
 def written_inputs(state: State) -> list[int]:
-    """Positions of the inputs that the program writes in place."""
+    """Positions of the inputs that the program writes in place, overflow counters left out."""
     mutated = state.effects.mutated_live_in()
     keys = {n.name: a.results for n, a in state.effects.access.items() if n.op == "placeholder"}
     inputs = state.captured.placeholders
-    return [i for i, n in enumerate(inputs) if keys[n.name] & mutated]
+    counters = set(overflow_counters(state))
+    return [i for i, n in enumerate(inputs) if keys[n.name] & mutated and i not in counters]
+
+
+def overflow_counters(state: State) -> list[int]:
+    """Positions of the inputs that only count rows without room: split runs count others."""
+    calls = [n for n in state.captured.graph.nodes if n.op == "call_function"]
+    counted = {n.args[0] for n in calls if n.target is NOTE}
+    return [i for i, n in enumerate(state.captured.placeholders) if n in counted]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from dbo_fx.certificates.of_program import execution_of_program
+from dbo_fx.certificates.phase_model import PhaseModel
 from dbo_fx.contracts import Contract
 from dbo_fx.ir import (
     COMP,
@@ -18,6 +19,7 @@ from dbo_fx.ir import (
     Half,
     Keepalive,
     Merge,
+    Phase,
     Program,
     Record,
     Run,
@@ -66,9 +68,13 @@ def program_of_actions(
     Returns:
         The program; the order of the actions is not checked.
     """
-    steps = _with_slots([*_unsynchronised(actions, contract)], contract.slots)
+    steps = [*_unsynchronised(actions, contract)]
     if microbatches > 1:
         steps.append(Merge(COMP))
+    if contract.sinks:
+        bare = Program(name, microbatches, layers, contract.name, tuple(steps))
+        steps = _sunk(bare, contract)
+    steps = _with_slots(steps, contract.slots)
     bare = Program(name, microbatches, layers, contract.name, tuple(steps))
     return replace(bare, steps=tuple(_Events(bare, contract).steps()))
 
@@ -79,6 +85,54 @@ def _unsynchronised(actions: Iterable[Action], contract: Contract) -> Iterator[R
         yield Run(streams[action.half], action)
         if action.half is Half.RECV:
             yield Keepalive(COMP, action.communication)
+
+
+def _sunk(program: Program, contract: Contract) -> list[Step]:
+    """Every recv and its keepalive right before the first use of what it brings.
+
+    What the pass `sinking` does: at most to the next send of its flight, and to the next send at
+    all where the contract limits what is in flight; never between A0 and A1 that stand together.
+    """
+    steps, model = program.steps, PhaseModel(program)
+    is_limited = contract.max_in_flight is not None or contract.slots is not None
+    sunk: defaultdict[int, list[Step]] = defaultdict(list)
+    moved: set[int] = set()
+    for index, step in enumerate(steps):
+        if not isinstance(step, Run) or step.action.half is not Half.RECV:
+            continue
+        _, landing = model.buffers(step.action)
+        for place in range(index + 2, len(steps)):
+            if _must_follow(steps[place], step.action, landing, model, is_limited):
+                sunk[_start(steps, place)] += steps[index : index + 2]
+                moved |= {index, index + 1}
+                break
+    result: list[Step] = []
+    for index, step in enumerate(steps):
+        result += [*sunk[index], *([] if index in moved else [step])]
+    return result
+
+
+def _must_follow(
+    step: Step, recv: Action, landing: str, model: PhaseModel, is_limited: bool
+) -> bool:
+    if isinstance(step, Merge):
+        return landing in model.outputs
+    if not isinstance(step, Run) or step.action.half is Half.RECV:
+        return False
+    same = (step.action.phase, step.action.microbatch) == (recv.phase, recv.microbatch)
+    ends = step.action.half is Half.SEND and (is_limited or same)
+    return ends or landing in model.of(step.action).reads
+
+
+def _start(steps: Sequence[Step], place: int) -> int:
+    """Where the segment of a step starts: A0 and A1 that stand together are one."""
+    before, here = steps[place - 1], steps[place]
+    if not isinstance(before, Run) or not isinstance(here, Run):
+        return place
+    one, other = before.action, here.action
+    attention = (one.phase, other.phase) == (Phase.A0, Phase.A1)
+    together = (one.microbatch, one.layer) == (other.microbatch, other.layer)
+    return place - 1 if attention and together else place
 
 
 def _with_slots(steps: Sequence[Step], slots: int | None) -> list[Step]:

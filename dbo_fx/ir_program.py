@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dbo_fx.errors import ScheduleError
 from dbo_fx.ir_actions import COMM, COMP, Action, Half, Phase
 from dbo_fx.ir_schedule import is_name, significant_lines
+from dbo_fx.sm_sharing import SmSharing, parse_sm_sharing
 
 STREAMS = (COMP, COMM)
 _HEADER = ("schedule", "microbatches", "layers", "transport")
@@ -99,6 +100,7 @@ class Program:
         layers: How many MoE layers.
         transport: Name of what carries D and C.
         steps: The steps in order.
+        sms: How communication and matmuls share the GPU's SMs, where the program says so.
     """
 
     schedule: str
@@ -106,10 +108,12 @@ class Program:
     layers: int
     transport: str
     steps: tuple[Step, ...]
+    sms: SmSharing = field(default=SmSharing(), kw_only=True)
 
     def __str__(self) -> str:
         """The program text; `parse_program` reads it back."""
         header = [f"{key} {getattr(self, key)}" for key in _HEADER]
+        header += [str(self.sms)] if self.sms else []
         return "\n".join(["program 1", *header, *map(str, self.steps)]) + "\n"
 
     @property
@@ -124,7 +128,7 @@ class Program:
 
 
 def parse_program(text: str, source: str = "program text", *, allow_wrong: bool = False) -> Program:
-    """Read a program text (`program 1`, four header lines, then one step a line).
+    """Read a program text: `program 1`, four or five header lines, then one step a line.
 
     Args:
         text: The text; `#` starts a comment, blank lines are skipped.
@@ -145,6 +149,9 @@ def parse_program(text: str, source: str = "program text", *, allow_wrong: bool 
         raise ScheduleError(f"{where}: {found}; wanted 'program 1' first")
     header = _read_header(lines[1 : 1 + len(_HEADER)], source)
     body = lines[1 + len(_HEADER) :]
+    sms = SmSharing()
+    if body and body[0][1].split()[0] == "sms":
+        sms, body = _read_sms(body[0], source), body[1:]
     steps: list[Step] = []
     for index, (_, line) in enumerate(body):
         try:
@@ -157,6 +164,7 @@ def parse_program(text: str, source: str = "program text", *, allow_wrong: bool 
         int(header["layers"]),
         header["transport"],
         tuple(steps),
+        sms=sms,
     )
     if not allow_wrong:
         _check_program(program, source, body)
@@ -201,6 +209,13 @@ def _read_header(lines: Sequence[tuple[int, str]], source: str) -> dict[str, str
             raise ScheduleError(f"{where}: found {line!r}; wanted a line like {wanted}")
         header[key] = value
     return header
+
+
+def _read_sms(line: tuple[int, str], source: str) -> SmSharing:
+    try:
+        return parse_sm_sharing(line[1])
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}, line {line[0]}: {error}") from error
 
 
 def _read_step(line: str) -> Step:

@@ -33,7 +33,9 @@ LOCAL = _names(
     " debugprims debug_mode_ops profiler streams torch_attn flex_lib static_runtime fsdp"
     " device_mesh bucketing export onnx"
 )
-LOCAL_OPS = frozenset({"dbo_fx::comm_buffers"})
+LOCAL_OPS = frozenset(
+    f"dbo_fx::{name}" for name in ("comm_buffers", "pack", "unpack", "note_overflow")
+)
 GROUPS = frozenset({"group", "group_name", "process_group", "pg"})
 _WAITS = frozenset(
     f"{namespace}::wait_tensor" for namespace in ("_c10d_functional", "c10d_functional")

@@ -15,6 +15,7 @@ from dbo_fx import schedules
 from dbo_fx.contracts import CONTRACTS
 from dbo_fx.errors import OptionError
 from dbo_fx.ir import Schedule
+from dbo_fx.sm_sharing import SmSharing
 
 LONGEST_S = 10_000_000  # about 115 days: what a store's timeout can hold with room to spare
 CHOICES = {
@@ -46,8 +47,15 @@ class Options:
             nothing. Needs the counters, and turns them on.
         max_memory_ratio: Refuse a program whose predicted peak is more than this many times the
             unsplit graph's; None refuses none.
+        segment_backend: What compiles the segments between communications: `inductor`, `eager` (run
+            them as they were traced) or another torch.compile backend; None takes inductor on CUDA
+            and eager elsewhere.
         transport: Name of what carries dispatch and combine; None takes gloo on CPU and NCCL on
             CUDA.
+        comm_sms: The most SMs that communication may take, for transports that can limit
+            themselves; None leaves it to the transport.
+        matmul_carveout: How many SMs matmuls leave free while the program runs; None: none. Sets
+            nothing on CPU.
     """
 
     schedule: str | Schedule = "mlp_shared_overlap"
@@ -60,8 +68,11 @@ class Options:
     agree_timeout_s: float = 120.0
     progress: bool | None = None
     hang_timeout_s: float | None = None
+    segment_backend: str | None = None
     transport: str | None = None
     max_memory_ratio: float | None = None
+    comm_sms: int | None = None
+    matmul_carveout: int | None = None
 
     def __post_init__(self) -> None:
         """Validate every value.
@@ -73,6 +84,8 @@ class Options:
             raise _bad("schedule", self.schedule, "a name, a path ending in .dbo, or a Schedule")
         _check_int("num_microbatches", self.num_microbatches, 1)
         _check_int("split_dim", self.split_dim, 0)
+        for key in ("comm_sms", "matmul_carveout"):
+            _check_int(key, getattr(self, key), 1)
         for key, allowed in CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise _bad(key, getattr(self, key), " or ".join(map(repr, allowed)))
@@ -113,6 +126,11 @@ class Options:
     def counts_progress(self) -> bool | None:
         """Whether the program has counters; None: on CPU only."""
         return True if self.hang_timeout_s is not None else self.progress
+
+    @property
+    def sms(self) -> SmSharing:
+        """How the program shares SMs, as its text says it."""
+        return SmSharing(self.comm_sms, self.matmul_carveout)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:

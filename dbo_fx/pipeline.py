@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import Module
 
 from dbo_fx.capture import CapturedGraph
 from dbo_fx.communication import Communication
@@ -45,9 +46,11 @@ class State:
         actions: The order of actions, empty ones left out.
         calls: Captured node and microbatch of every compute call, in the program's order.
         program: The bound program with streams and events.
-        segments: Submodules of `graph`, by name.
+        segments: Submodules of `graph`, by name: what each segment computes.
+        compiled: Compiled segments, which run in their place.
         members: The captured nodes that every call of `graph` stands for, and where they stood.
         certificate: What `verify` proved, and from `memory` on the predicted peaks.
+        lowered: The lowered graph that `module` was emitted from; another module can be.
         module: The emitted module.
     """
 
@@ -64,8 +67,10 @@ class State:
     calls: tuple[tuple[Node, int | None], ...] = ()
     program: Program | None = None
     segments: dict[str, GraphModule] = field(default_factory=dict)
+    compiled: dict[str, Module] = field(default_factory=dict)
     members: dict[Node, tuple[Member, ...]] = field(default_factory=dict)
     certificate: Certificate | None = None
+    lowered: Graph | None = None
     module: GraphModule | None = None
 
 

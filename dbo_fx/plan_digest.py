@@ -21,6 +21,8 @@ from dbo_fx.contracts import Contract
 from dbo_fx.ir import Program
 from dbo_fx.options import Options
 from dbo_fx.passes.lower import structure
+from dbo_fx.segment_compilers import EAGER
+from dbo_fx.segments import CompiledSegment, body_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Plan:
         unsplit: Digest of the captured graph, which runs where the ranks do not split.
         tests: The tests of the first call, which run the unsplit graph.
         limits: Options that can keep a rank from running a step.
+        segments: What compiled the segments.
     """
 
     schedule: str
@@ -46,6 +49,7 @@ class Plan:
     unsplit: str
     tests: str
     limits: str
+    segments: str = EAGER
 
     @property
     def digest(self) -> str:
@@ -59,7 +63,7 @@ class Plan:
         return (
             f"{self.digest}: {self.schedule}, {self.layers} layers in {self.microbatches} "
             f"microbatches over {self.contract.name}{in_flight}; split {self.split}, "
-            f"unsplit {self.unsplit}; {self.tests}; {self.limits}"
+            f"unsplit {self.unsplit}; {self.tests}; {self.limits}; segments {self.segments}"
         )
 
 
@@ -81,10 +85,13 @@ def make_plan(
         options: How it was compiled.
         to_test: How many nodes the row-dependence test has to test.
     """
-    parts = [str(program), structure(module.graph)]
+    parts, backends = [str(program), structure(module.graph)], {EAGER}
     for name, child in module.named_children():
-        if isinstance(child, GraphModule):
-            parts.append(f"{name} {structure(child.graph)}")
+        body = body_of(child)
+        if body is not None:
+            parts.append(f"{name} {structure(body.graph)}")
+        if isinstance(child, CompiledSegment):
+            backends = {child.backend}
     return Plan(
         program.schedule,
         program.layers,
@@ -94,6 +101,7 @@ def make_plan(
         _hash(structure(captured.graph)),
         f"verify {options.verify}, {to_test} to test",
         f"max_memory_ratio {options.max_memory_ratio}",
+        backends.pop(),
     )
 
 

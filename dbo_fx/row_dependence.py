@@ -21,6 +21,7 @@ from dbo_fx.capture import where
 from dbo_fx.differential import TOLERANCE, TOPK
 from dbo_fx.layouts import Layout, Replicated, Split
 from dbo_fx.passes.sharding import Obligation, finding_of
+from dbo_fx.passes.sharding_packing import PACK
 from dbo_fx.passes.sharding_state import storage_of, written_storages
 from dbo_fx.pipeline import State
 
@@ -169,6 +170,8 @@ class _Lockstep:
 
     def _computed(self, node: Node, side: int) -> Any:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: self.env[n][side])
+        if node.target is PACK and side:
+            args = (args[0], self._routed_alike(node.args[1]), *args[2:])
         assert callable(node.target)
         return node.target(*args, **kwargs)
 
@@ -261,6 +264,15 @@ class _Lockstep:
         source = node.args[0]
         dim = node.args[2] if len(node.args) > 2 else -1
         return self.env[source][1].gather(dim, ids), ids  # type: ignore[index]
+
+    def _routed_alike(self, node: Any) -> torch.Tensor:
+        """The later rows' choices of the first run: for noise's there may be no room."""
+        one, two = self.env[node]
+        ids: torch.Tensor = two.clone()
+        layout = _layouts(node)[0]
+        if isinstance(layout, Split) and self._fits(ids, layout):
+            self._part(ids, layout, later=True).copy_(self._part(one, layout, later=True))
+        return ids
 
 
 def _layouts(node: Node) -> tuple[Layout, ...]:

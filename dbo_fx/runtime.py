@@ -8,12 +8,15 @@ order a device would have been told.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from dbo_fx.counters import Counters
+from dbo_fx.errors import CommunicationError
 from dbo_fx.ir import COMM, COMP
+from dbo_fx.sm_limits import SmLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,67 @@ class TraceEntry:
         return f"{self.stream} {self.kind}" + ("" if self.event is None else f" e{self.event}")
 
 
+class StreamPool:
+    """The streams of one module on CUDA, by name.
+
+    The compute stream is the caller's current one, so a capture of the caller's stream captures the
+    call. There is one communication stream, of high priority: it orders all communication.
+
+    Args:
+        device: Where the streams are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create no stream yet: that happens on first use, on the device of the rank."""
+        self.device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def __getitem__(self, name: str) -> torch.cuda.Stream:
+        """The stream with this name, once `begin` has been called."""
+        return self._streams[name]
+
+    def begin(self) -> None:
+        """Start a call: the current stream becomes the compute stream.
+
+        Raises:
+            CommunicationError: The first call is captured: libraries cannot make their handles
+                then.
+        """
+        if COMM not in self._streams:
+            if torch.cuda.is_current_stream_capturing():
+                raise CommunicationError(
+                    "this program is captured in a CUDA graph before it ever ran: its "
+                    "communication stream and the handles on it cannot be made during a capture. "
+                    "Run the model once on such inputs, then capture."
+                )
+            self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._streams[COMM]):
+                make_handles(self.device)
+        self._streams[COMP] = torch.cuda.current_stream(self.device)
+
+    def abandon(self) -> None:
+        """Return to the compute stream after a call that raised half-way.
+
+        If the call was captured, the communication stream is joined: a capture with a loose end
+        cannot be ended.
+        """
+        if COMP not in self._streams:
+            return
+        with torch.cuda.stream(self._streams[COMM]):
+            is_forked = torch.cuda.is_current_stream_capturing()
+        torch.cuda.set_stream(self._streams[COMP])
+        if is_forked:
+            with suppress(RuntimeError):  # A spoilt capture takes no more work.
+                self._streams[COMP].wait_stream(self._streams[COMM])
+
+
+def make_handles(device: torch.device) -> None:
+    """Let cuBLAS make its handle and workspaces for the current stream: a capture may not."""
+    one = torch.ones(16, 16, device=device)
+    torch.addmm(one[0], one, one)
+    torch.mm(one, one)
+
+
 class Runtime(torch.nn.Module):
     """Streams and events of one emitted module.
 
@@ -38,13 +102,14 @@ class Runtime(torch.nn.Module):
     """
 
     def __init__(self, device: torch.device, counters: Counters | None = None) -> None:
-        """Create no stream yet: that happens on first use, on the device of the rank."""
+        """Create no stream and no event yet."""
         super().__init__()
         self.device = device
         self.counters = counters
         self.trace: list[TraceEntry] = []
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams = StreamPool(device)
         self._events: dict[int, torch.cuda.Event] = {}
+        self.limits = SmLimits(device)
 
     @property
     def is_cuda(self) -> bool:
@@ -59,12 +124,15 @@ class Runtime(torch.nn.Module):
     def begin(self) -> None:
         """Start a call: the current stream becomes the compute stream."""
         self.trace.clear()
+        self.limits.enter()
         if self.is_cuda:
-            self._streams[COMP] = torch.cuda.current_stream(self.device)
-            if COMM not in self._streams:
-                self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams.begin()
         if self.counters is not None:
             self.counters.begin()
+
+    def end(self) -> None:
+        """End a call of a program that shares SMs: put back what held before it."""
+        self.limits.leave()
 
     def use(self, stream: str) -> None:
         """Launch what follows on this stream."""
@@ -96,5 +164,6 @@ class Runtime(torch.nn.Module):
 
     def abandon(self) -> None:
         """Return to the compute stream after a call that raised half-way."""
-        if self.is_cuda and COMP in self._streams:
-            torch.cuda.set_stream(self._streams[COMP])
+        self.limits.leave()
+        if self.is_cuda:
+            self._streams.abandon()

@@ -25,7 +25,7 @@ def unrolled_text(schedule: Schedule, unrolled: Unrolled) -> str:
     parts += [(f"{title} {n}", period) for n, period in enumerate(unrolled.periods)]
     lines = [f"{title}  {_words(actions)}" for title, actions in parts if actions]
     ending = [_words(unrolled.epilogue)] if unrolled.epilogue else []
-    if schedule.labels or len(unrolled.periods) > 1:
+    if (schedule.num_microbatches or len(unrolled.periods)) > 1:
         ending.append("merge")
     if ending:
         lines.append(f"epilogue  {', '.join(ending)}")

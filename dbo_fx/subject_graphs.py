@@ -23,6 +23,8 @@ from dbo_fx.communication import (
     ALL_GATHER,
     ALL_TO_ALL,
     DISPATCH,
+    DISPATCH_BATCHED,
+    DISPATCH_FP8,
     REDUCE_SCATTER,
     communicating_groups,
 )
@@ -237,7 +239,9 @@ def _ranks_at(node: Node) -> int | None:
     if node.target is ALL_TO_ALL:
         splits = node.args[1]
         return len(splits) if isinstance(splits, tuple | list) else None
-    if node.target is not DISPATCH:
+    if node.target is DISPATCH_BATCHED:
+        return int(value_of(node)[4].shape[1])
+    if node.target not in (DISPATCH, DISPATCH_FP8):
         return None
     here = expression(value_of(node.all_input_nodes[0]).shape[0])
     ratio = expression(value_of(node)[0].shape[0]) / here

@@ -29,7 +29,6 @@ TRANSPORT = "nccl"
 CONFIG = "config.json"
 # What folders of `dbo_fx.save` and of option `dump_dir` hold.
 GRAPH, SCHEDULE, PROGRAM = f"captured{GRAPH_SUFFIX}", "schedule.dbo", "program.dbo"
-_HEADER_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +218,8 @@ def read_program(request: Request, *, allow_wrong: bool = False) -> Bound:
     """
     subject, text = read_text(request, allow_wrong=allow_wrong)
     if isinstance(subject, Program):
-        numbers = tuple(number for number, _ in significant_lines(text)[_HEADER_LINES:])
-        return Bound(subject, numbers)
+        numbers = [number for number, _ in significant_lines(text)]
+        return Bound(subject, tuple(numbers[len(numbers) - len(subject.steps) :]))
     transport = contract(request.transport or TRANSPORT)
     layers = LAYERS if request.layers is None else request.layers
     return Bound(bound_program(subject, layers, transport, microbatches_of(request, subject)))

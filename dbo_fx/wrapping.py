@@ -4,28 +4,27 @@ Compiled graphs are good for two rows and more, and dispatch needs the same numb
 rank. So each call (1) finds the arguments that hold token rows, (2) agrees once with the other
 ranks (`agree.agree_batch`), (3) pads these arguments with zero rows, (4) runs the split or the
 unsplit model, the same one on every rank, and (5) cuts the padding from the outputs. A rank with no
-rows runs too.
+rows runs too. Where the step's bucket was captured, (3) and (4) are a replay of its CUDA graph.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dbo_fx.agree import agree_batch
+from dbo_fx.buckets import SPLIT, UNSPLIT, Bucket, GraphOptions, GraphStatistics
 from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
+from dbo_fx.graphs import CudaGraphs
 from dbo_fx.padding import STEP, Padding
 from dbo_fx.plan_digest import Ran
+from dbo_fx.token_rows import TokenRows, original_of
 
 
 @dataclass(slots=True)
@@ -38,6 +37,7 @@ class WrapStatistics:
         rows: Rows that this rank brought.
         padding_rows: Zero rows that were added to them.
         decision: What the ranks decided in the last call, None before the first.
+        graphs: Replays by bucket and eager runs by reason.
     """
 
     split_steps: int = 0
@@ -45,14 +45,17 @@ class WrapStatistics:
     rows: int = 0
     padding_rows: int = 0
     decision: BatchDecision | None = None
+    graphs: GraphStatistics = field(default_factory=GraphStatistics)
 
     def __str__(self) -> str:
-        """Return one line, and one more for each reason not to split."""
+        """Return one line, one more for each reason not to split, and the graphs if any."""
         lines = [
             f"{self.split_steps} steps split, {self.unsplit_steps.total()} not split; "
             f"{self.rows} rows, {self.padding_rows} rows of padding"
         ]
         lines += [f"  {count} not split: {why}" for why, count in self.unsplit_steps.items()]
+        if self.graphs.captured:
+            lines.append(str(self.graphs))
         return "\n".join(lines)
 
 
@@ -69,6 +72,7 @@ def wrap(
     kind: BatchKind | Callable[[int], BatchKind] = BatchKind.PREFILL,
     plan: str = "",
     pad: Mapping[str, float] | None = None,
+    graphs: GraphOptions | None = None,
 ) -> WrappedModel:
     """Make a compiled model callable with any number of rows on each rank.
 
@@ -96,6 +100,7 @@ def wrap(
             arguments get zeros. Naming it says that added rows are harmless to what the model
             writes in place; without it a step that pads on some rank is refused if the compiled
             program writes caches or counters. Nothing may count rows by their number then.
+        graphs: How `WrappedModel.capture` captures the policy's buckets, and how they are replayed.
 
     Returns:
         A callable with the arguments and the result of `compiled`. Every output tensor that has
@@ -119,17 +124,26 @@ def wrap(
                 "not allow the split."
             )
         unsplit = torch.compile(original)
+    captures = CudaGraphs(
+        {SPLIT: compiled, UNSPLIT: unsplit},
+        split_dim=split_dim,
+        token_args=token_args,
+        pad=None if pad is None else dict(pad),
+        group=group,
+        options=graphs,
+    )
+    captures.tokens = replace(captures.tokens, who="wrap")
     return WrappedModel(
         compiled=compiled,
         unsplit=unsplit,
         group=group,
-        split_dim=split_dim,
-        token_args=None if token_args is None else tuple(token_args),
+        tokens=captures.tokens,
         allow=allow,
         policy=replace(policy, least_rows=max(policy.least_rows, 2 * num_microbatches)),
         kind=kind,
         plan=plan,
-        pad=None if pad is None else dict(pad),
+        graphs=captures,
+        statistics=WrapStatistics(graphs=captures.statistics),
     )
 
 
@@ -141,13 +155,12 @@ class WrappedModel:
         compiled: Runs when the ranks decided to split.
         unsplit: Runs otherwise.
         group: The process group, its name, or None for the default group.
-        split_dim: Dimension of the token rows.
-        token_args: Names of the arguments that hold them, or None to go by size.
+        tokens: How token rows are found, padded and cut.
         allow: Whether this rank allows the split, or a function of its rows.
         policy: Thresholds, buckets and the fewest rows that either model sees.
         kind: What the rows are, or a function of their number.
         plan: What must be the same on every rank; empty for the plans that ran.
-        pad: Values for the added rows by argument name, or None for zeros.
+        graphs: The captured buckets.
         statistics: What the calls did so far.
         ran: The plans of the dbo_fx programs that ran so far.
     """
@@ -155,14 +168,13 @@ class WrappedModel:
     compiled: Callable[..., Any]
     unsplit: Callable[..., Any]
     group: dist.ProcessGroup | str | None
-    split_dim: int
-    token_args: tuple[str, ...] | None
+    tokens: TokenRows
     allow: bool | Callable[[int], bool]
     policy: AgreementPolicy
     kind: BatchKind | Callable[[int], BatchKind]
     plan: str
-    pad: dict[str, float] | None = None
-    statistics: WrapStatistics = field(default_factory=WrapStatistics)
+    graphs: CudaGraphs
+    statistics: WrapStatistics
     ran: Ran = field(default_factory=Ran)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,11 +192,30 @@ class WrappedModel:
             AgreementError: They were not found on another rank, or the ranks could not agree; see
                 `agree.agree_batch`.
         """
+        return self.run(self.decide(*args, **kwargs), *args, **kwargs)
+
+    def decide(self, *args: Any, **kwargs: Any) -> BatchDecision:
+        """Agree with all ranks on the step, and run nothing: for a caller who captures `run`.
+
+        Args:
+            *args: Positional arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            The decision, the same on every rank.
+
+        Raises:
+            OptionError: The token arguments were not found on this rank.
+            SoundnessError: A CUDA graph was captured with other static memory.
+            AgreementError: Another rank raised one of these, or the ranks could not agree; see
+                `agree.agree_batch`.
+        """
         try:
-            tokens, rows = self._tokens(args, kwargs)
-            fill = self._fill(args, kwargs)
+            _, rows = self.tokens.find(args, kwargs)
+            self.tokens.fill(args, kwargs)
+            self.graphs.check(rows, args, kwargs)
             allowed = self.allow(rows) if callable(self.allow) else self.allow
-            kind = self.kind(rows) if callable(self.kind) else self.kind
+            kind = self._kind(rows)
         except Exception:
             # The other ranks are about to wait for this one: come, and say that it gives up.
             self._agree(0, False, failed=True)
@@ -195,18 +226,80 @@ class WrappedModel:
                 f"wrap: ranks {list(decision.failing)} of {decision.ranks} could not prepare their "
                 "arguments, so no rank runs this step. See the error raised there."
             )
+        return decision
+
+    def run(self, decision: BatchDecision, *args: Any, **kwargs: Any) -> Any:
+        """Run a step that the ranks have decided on; nothing is agreed any more.
+
+        Under a `torch.cuda.graph` of the caller's this captures the model as it is, so the graph
+        is good for steps with the same decision.
+
+        Args:
+            decision: What `decide` returned for arguments with as many rows.
+            *args: Positional arguments of the model.
+            **kwargs: Keyword arguments of the model.
+
+        Returns:
+            The model's outputs with this rank's own number of rows.
+
+        Raises:
+            OptionError: There are more rows than the decision pads to.
+        """
+        tokens, rows = self.tokens.find(args, kwargs)
         padded = decision.padded_rows
-        args, kwargs = self._padded(args, kwargs, tokens, padded, fill)
-        told = STEP.set(self._padding(decision))
-        try:
-            with self.ran:
-                outputs = self._choose(decision)(*args, **kwargs)
-        finally:
-            STEP.reset(told)
+        if rows > padded:
+            raise OptionError(
+                f"wrap: found {rows} rows, the decision has room for {padded}. Call decide(...) "
+                "with the arguments of this step."
+            )
+        model, plan = self._choose(decision)
+        bucket = Bucket(padded, decision.kind, plan)
+        if bucket in self.graphs:
+            padding = self._padding(decision) is not Padding.NONE
+            outputs = self.graphs.replay(bucket, args, kwargs, padded=padding)
+        else:
+            self.graphs.count_eager(f"no graph for {bucket}")
+            fill = self.tokens.fill(args, kwargs)
+            args, kwargs = self.tokens.padded(args, kwargs, tokens, padded, fill)
+            told = STEP.set(self._padding(decision))
+            try:
+                with self.ran:
+                    outputs = model(*args, **kwargs)
+            finally:
+                STEP.reset(told)
+            outputs = self.tokens.cut(outputs, padded, rows)
         self.statistics.rows += rows
         self.statistics.padding_rows += padded - rows
         self.statistics.decision = decision
-        return self._cut(outputs, padded, rows)
+        return outputs
+
+    def capture(self, buckets: Iterable[int | Bucket], *args: Any, **kwargs: Any) -> None:
+        """Capture CUDA graphs; every rank must call this with the same buckets.
+
+        Args:
+            buckets: Of the policy's. A number stands for the split step of that many rows, of the
+                kind that `kind` says; other kinds and unsplit steps are given as `Bucket`s.
+            *args: Example arguments with any number of token rows; everything without token rows
+                is static memory, which every later step must bring again.
+            **kwargs: Likewise, by name.
+
+        Raises:
+            OptionError: A bucket is not among the policy's; or see `CudaGraphs.capture`.
+        """
+        wanted = [b if isinstance(b, Bucket) else Bucket(b, self._kind(b)) for b in buckets]
+        usable = [size for size in self.policy.buckets if size >= self.policy.least_rows]
+        for bucket in wanted:
+            if bucket.rows not in usable:
+                raise OptionError(
+                    f"wrap: no step is padded to {bucket.rows} rows, found buckets {usable} (of "
+                    f"{self.policy.least_rows} rows or more) in the policy. Name it there: "
+                    "AgreementPolicy(buckets=...)."
+                )
+        with self.ran:
+            self.graphs.capture(wanted, *args, **kwargs)
+
+    def _kind(self, rows: int) -> BatchKind:
+        return self.kind(rows) if callable(self.kind) else self.kind
 
     def _agree(
         self,
@@ -231,126 +324,12 @@ class WrappedModel:
         """What every rank tells its program: whether any of them padded."""
         if decision.padded_rows == decision.min_rows:
             return Padding.NONE
-        return Padding.ZEROS if self.pad is None else Padding.NAMED
+        return Padding.ZEROS if self.tokens.pad is None else Padding.NAMED
 
-    def _tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], int]:
-        """Return the ids of the tensors that hold token rows, and the number of rows."""
-        where: Any = (args, kwargs) if self.token_args is None else self._named(args, kwargs)
-        leaves = [
-            leaf
-            for leaf in _leaves(where)
-            if isinstance(leaf, Tensor) and leaf.dim() > self.split_dim
-        ]
-        if not leaves:
-            raise OptionError(
-                f"wrap: found no tensor with a dimension {self.split_dim} among "
-                f"{self.token_args or 'the arguments'}, wanted at least one that holds token rows. "
-                "Pass the tokens as a tensor, or name them with token_args=..."
-            )
-        rows = int(leaves[0].shape[self.split_dim])
-        sizes = sorted({int(leaf.shape[self.split_dim]) for leaf in leaves})
-        if self.token_args is not None and len(sizes) > 1:
-            raise OptionError(
-                f"wrap: token_args {self.token_args} have sizes {sizes} along dimension "
-                f"{self.split_dim}, wanted one size. Name only the tensors that hold token rows."
-            )
-        return {id(t) for t in leaves if t.shape[self.split_dim] == rows}, rows
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the arguments in `token_args`, however they were passed."""
-        return self._by_name(args, kwargs, "token_args", self.token_args or ())
-
-    def _by_name(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], option: str, names: Sequence[str]
-    ) -> list[Any]:
-        original = original_of(self.compiled) or self.compiled
-        target = original.forward if isinstance(original, torch.nn.Module) else original
-        bound = inspect.signature(target).bind_partial(*args, **kwargs).arguments
-        # What the signature collects in **kwargs is still an argument by name.
-        given = {**bound, **kwargs}
-        missing = [name for name in names if name not in given]
-        if missing:
-            raise OptionError(
-                f"wrap: {option} {missing} were not passed, found {sorted(given)}. Pass them, "
-                f"or leave their names out of {option}."
-            )
-        return [given[name] for name in names]
-
-    def _fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, float]:
-        """The named values for added rows, by the tensors' ids."""
-        names = self.pad or {}
-        values = self._by_name(args, kwargs, "pad", tuple(names))
-        return {id(t): names[name] for name, t in zip(names, values, strict=True)}
-
-    def _padded(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tokens: set[int],
-        padded: int,
-        fill: dict[int, float],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with every token tensor padded and marked dynamic."""
-
-        def pad(leaf: Any) -> Any:
-            if id(leaf) not in tokens:
-                return leaf
-            missing = padded - leaf.shape[self.split_dim]
-            if missing:
-                shape = list(leaf.shape)
-                shape[self.split_dim] = missing
-                rows = leaf.new_full(shape, fill.get(id(leaf), 0))
-                leaf = torch.cat([leaf, rows], self.split_dim)
-            torch._dynamo.mark_dynamic(leaf, self.split_dim)
-            return leaf
-
-        padded_args: tuple[tuple[Any, ...], dict[str, Any]] = _mapped(pad, (args, kwargs))
-        return padded_args
-
-    def _choose(self, decision: BatchDecision) -> Callable[..., Any]:
-        """Return the model that every rank runs, and count why."""
+    def _choose(self, decision: BatchDecision) -> tuple[Callable[..., Any], str]:
+        """Return the model that every rank runs and its plan, and count why."""
         if decision.split:
             self.statistics.split_steps += 1
-            return self.compiled
+            return self.compiled, SPLIT
         self.statistics.unsplit_steps[decision.reason] += 1
-        return self.unsplit
-
-    def _cut(self, outputs: Any, padded: int, rows: int) -> Any:
-        """Return the outputs with this rank's rows where they have the padded number."""
-
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() <= self.split_dim:
-                return leaf
-            if leaf.shape[self.split_dim] != padded:
-                return leaf
-            return leaf.narrow(self.split_dim, 0, rows)
-
-        return outputs if padded == rows else _mapped(cut, outputs)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to all leaves, within dataclasses too, which are no containers to pytree."""
-
-    def leaf(item: Any) -> Any:
-        if not dataclasses.is_dataclass(item) or isinstance(item, type):
-            return function(item)
-        inner = {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if f.init}
-        return dataclasses.replace(item, **{n: _mapped(function, v) for n, v in inner.items()})
-
-    return pytree.tree_map(leaf, value)
-
-
-def _leaves(value: Any) -> list[Any]:
-    """All leaves that `_mapped` visits."""
-    found: list[Any] = []
-    _mapped(lambda item: found.append(item) or item, value)  # type: ignore[func-returns-value]
-    return found
-
-
-def original_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the module or function that `torch.compile` was given, None if there is none."""
-    if isinstance(compiled, torch._dynamo.OptimizedModule):
-        module: Callable[..., Any] = compiled._orig_mod
-        return module
-    function: Callable[..., Any] | None = getattr(compiled, "_torchdynamo_orig_callable", None)
-    return function
+        return self.unsplit, UNSPLIT

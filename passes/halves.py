@@ -24,6 +24,7 @@ import torch
 from torch.fx import Node
 
 from dbo_fx.capture import value_of, where
+from dbo_fx.comm.expert_layouts import ROWS_COMBINE, kind_of, rows_dispatch
 from dbo_fx.communication import Communication, Launch
 from dbo_fx.contracts import Contract
 from dbo_fx.effects import Access, Key
@@ -56,10 +57,13 @@ class Halves:
         """Split every copy of every communication; the graph is changed in place.
 
         Raises:
-            UnsupportedGraphError: The transport cannot carry a communication's launches together.
+            UnsupportedGraphError: The transport cannot carry a communication's launches together,
+                or not this layout of rows.
         """
         for comm in state.communications:
             _refuse_too_many(comm, self.contract)
+            for launch in comm.launches:
+                _refuse_layout(launch, self.contract)
         for m in range(state.microbatches):
             for comm in state.communications:
                 _split(state, comm, m, self.contract)
@@ -101,20 +105,62 @@ def _refuse_too_many(comm: Communication, contract: Contract) -> None:
         )
 
 
+def _refuse_layout(launch: Launch, contract: Contract) -> None:
+    """Kernels that move one layout only must not be given another one."""
+    carries = contract.carries
+    if launch.rows and "rows" in carries:
+        if launch.collective == "all_gather" and launch.experts is None:
+            raise UnsupportedGraphError(
+                f"{where(launch.node)}: transport {contract.name!r} sends a token only where it is "
+                "wanted, so it must know the number of experts. Pass num_experts=E to "
+                "torch.ops.dbo_fx.dispatch."
+            )
+        return
+    if kind_of(launch.collective) in carries or _is_twin(launch, contract):
+        return
+    wanted = {
+        "batched": "the batched layout: torch.ops.dbo_fx.dispatch_batched / combine_batched; for a "
+        'Hugging Face model expert_parallel(model, layout="batched", max_tokens=M)',
+        "rows": "rows: torch.ops.dbo_fx.dispatch / combine; for a Hugging Face model "
+        "expert_parallel(model)",
+        "collectives": "collectives: torch.ops.dbo_fx.dispatch / combine",
+    }
+    raise UnsupportedGraphError(
+        f"{where(launch.node)}: transport {contract.name!r} does not carry {launch.collective}. "
+        f"It carries {'; or '.join(wanted[c] for c in carries)}. Change the model so, or choose "
+        "another transport."
+    )
+
+
+def _is_twin(launch: Launch, contract: Contract) -> bool:
+    """On CPU the twin of batched kernels also carries collectives: any program can be tested."""
+    on_cpu = value_of(launch.inputs[0]).device.type != "cuda"
+    return on_cpu and contract.carries == ("batched",)
+
+
+def _exchange(launch: Launch, contract: Contract) -> str:
+    """What the halves do: collectives, or the exchange that the transport has kernels for."""
+    if not launch.rows or "rows" not in contract.carries:
+        return launch.collective
+    dispatch = launch.collective == "all_gather"
+    return rows_dispatch(launch.experts or 0) if dispatch else ROWS_COMBINE
+
+
 def _split(state: State, comm: Communication, m: int, contract: Contract) -> None:
     for index, launch in enumerate(comm.launches):
         flight = m + index * state.microbatches
-        _split_launch(state, comm, launch, m, contract.name, flight)
+        _split_launch(state, comm, launch, m, contract, flight)
 
 
 def _split_launch(
-    state: State, comm: Communication, launch: Launch, m: int, transport: str, flight: int
+    state: State, comm: Communication, launch: Launch, m: int, contract: Contract, flight: int
 ) -> None:
+    transport, exchange = contract.name, _exchange(launch, contract)
     graph, effects, env = state.graph, state.effects, state.copies[m]
     inputs = [env[n] for n in launch.inputs]
     tag = Tag("comm", comm.phase, comm.layer, m)
     stem = f"{comm.phase.value}_m{m}_l{comm.layer}"
-    landing = [_landing_keys(state, launch, i, m) for i in range(len(inputs))]
+    landing = [_landing_keys(state, launch, i, m) for i in range(len(launch.results))]
     sent = frozenset(k for n in inputs for k in effects.of(n).results)
     arrived = frozenset(k for keys in landing for k in keys)
 
@@ -128,10 +174,10 @@ def _split_launch(
 
     old = env[launch.node]
     with graph.inserting_before(old):
-        args: tuple[Any, ...] = (inputs, launch.collective, launch.group)
+        args: tuple[Any, ...] = (inputs, exchange, launch.group)
         buffers = call(BUFFERS, args, Half.SEND, "buffers", Access(results=arrived))
-        buffers.meta["val"] = [_value(launch, i) for i in range(len(inputs))]
-        args = (inputs, buffers, launch.collective, launch.group, transport, flight)
+        buffers.meta["val"] = [_value(launch, i) for i in range(len(launch.results))]
+        args = (inputs, buffers, exchange, launch.group, transport, flight)
         access = Access(sent, arrived)
         call(OPS[comm.phase, Half.SEND], args, Half.SEND, "send", access)
         args = (buffers, launch.group, transport, flight)

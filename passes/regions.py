@@ -14,6 +14,7 @@ possible.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -159,6 +160,7 @@ class _Tagger:
         self.latest = self._latest()
         self._tag_compute()
         self._tag_unread()
+        self._tag_items()
 
     def _untagged(self) -> list[Node]:
         return [n for n in self.nodes if tag_of(n) is None]
@@ -334,6 +336,19 @@ class _Tagger:
             tags = [Tag("compute", phase, None if phase is Phase.TAIL else slot // 4)]
             tags += [t for p in self.needs[node] if (t := tag_of(p)) and t.role == "compute"]
             set_tag(node, replace(max(tags, key=_rank), rule=rules.UNREAD))
+
+    def _tag_items(self) -> None:
+        """An item of a call's results stays with the call: segments pass tensors, not tuples."""
+        for node in self.nodes:
+            if node.target is operator.getitem and node not in self.comm_of:
+                source = node.args[0]
+                assert isinstance(source, Node)
+                tag, own = tag_of(source), tag_of(node)
+                assert own is not None
+                if tag is None or tag.role != "compute":
+                    continue
+                if (tag.phase, tag.layer) != (own.phase, own.layer):
+                    set_tag(node, tag)
 
 
 def _because(node: Node, rule: str) -> str:

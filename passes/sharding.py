@@ -22,7 +22,7 @@ import torch
 from torch.fx import Node
 
 from dbo_fx.capture import value_of
-from dbo_fx.communication import ALL_TO_ALL, COMBINE, is_communication, is_launch
+from dbo_fx.communication import ALL_TO_ALL, DISPATCH_BATCHED, is_communication, is_launch
 from dbo_fx.effects import is_view_op
 from dbo_fx.ir import Phase
 from dbo_fx.layouts import (
@@ -39,6 +39,7 @@ from dbo_fx.layouts import (
     candidates,
 )
 from dbo_fx.passes.positions import Position
+from dbo_fx.passes.sharding_packing import PACK, UNPACK
 from dbo_fx.passes.sharding_rules import (
     CARRIES,
     DECIDES,
@@ -221,7 +222,7 @@ class _Walk:
             found = layouts[index] if isinstance(layouts, tuple) else layouts
             self._know(node, found)
             return
-        if node.target is COMBINE or is_communication(node):
+        if is_communication(node):
             self._communicate(node)
             return
         known = {n: self._layout(n) for n in node.all_input_nodes if n in self.layouts}
@@ -258,7 +259,6 @@ class _Walk:
         self._know(node, layout, "slice-with-offset" if position.offset else "independent")
 
     def _communicate(self, node: Node) -> None:
-        name = _name(node)
         known = {n: self._layout(n) for n in node.all_input_nodes if n in self.layouts}
         mixed = next((x for x in known.values() if isinstance(x, Mixed)), None)
         layouts = [x for x in known.values() if not isinstance(x, tuple)]
@@ -269,8 +269,13 @@ class _Walk:
             self._know(node, _for_results(node, mixed))
         elif self.phase.get(node) is Phase.D:
             self.dispatched = first
+            if node.target is DISPATCH_BATCHED:
+                # Counts say which rows are there at all; src and ranges say where they came from.
+                rows = Inside()
+                self._know(node, (rows, rows, rows, Inside(place=True), Inside(place=True)))
+                return
             found = tuple(self._sent(x, node) for x in layouts)
-            self._know(node, found if name == "dispatch" else found[0])
+            self._know(node, found if isinstance(value_of(node), list | tuple) else found[0])
         else:
             self._know(node, self._combined(node, first))
 
@@ -337,7 +342,7 @@ class _Walk:
             self._oblige(node, "state", f"reads {caches[0]}, which earlier microbatches write")
         shift = self._shift(node, name, given)
         plain: dict[Node, Layouts] = {n: _plain(x, name) for n, x in given.items()}
-        if any(isinstance(x, Inside) for x in given.values()):
+        if any(isinstance(x, Inside) for x in given.values()) and node.target is not UNPACK:
             return self._inside(node, name, given)
         rule = rule_of(_qualified(node))
         if rule is None:
@@ -351,6 +356,8 @@ class _Walk:
             if not self._may_reorder(node, name, given):
                 raise
             return self._reordered(node, name, judge)
+        if node.target is PACK and judge:
+            self._oblige(node, "region", "puts rows into blocks for other ranks")
         alone = state and not rows
         if isinstance(found, tuple):
             return tuple(_dressed(x, shift, alone) for x in found)

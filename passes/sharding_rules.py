@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dbo_fx.passes import sharding_index as index
 from dbo_fx.passes import sharding_matmul as product
+from dbo_fx.passes import sharding_packing as packing
 from dbo_fx.passes import sharding_shapes as shapes
 from dbo_fx.rules import REGISTERED, Rule, elementwise
 
@@ -99,6 +100,7 @@ RULES: dict[str, Rule] = {
     f"aten::{n}": rule for rule, names in _TABLE.items() for n in names.split()
 }
 RULES["_c10d_functional::wait_tensor"] = shapes.same
+RULES |= packing.RULES
 
 
 def _names(text: str) -> frozenset[str]:

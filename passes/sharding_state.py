@@ -18,6 +18,7 @@ from torch.fx import Node
 from dbo_fx.capture import value_of
 from dbo_fx.layouts import Call, Layout, Layouts, Mixed, Replicated, Split
 from dbo_fx.passes.sharding_index import slot_dims
+from dbo_fx.passes.sharding_packing import NOTE
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import ConcreteSizes, same_storage_key
 from dbo_fx.tag import tag_of
@@ -150,6 +151,8 @@ class LiveIns:
         if shared.step is not None:
             shared.advanced = node
             return None
+        if node.target is NOTE:
+            return None  # Each microbatch adds what it lost; no row reads it.
         low, high = _extent(self.sizes, value_of(target))
         for start, end, reader in shared.read:
             if start < high and low < end:

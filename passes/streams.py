@@ -1,7 +1,8 @@
 """Give every node a stream, and every cross-stream dependency an event.
 
 needs:    an ordered graph with dependencies
-ensures:  sends and recvs on the streams that the contract names, all else on the compute stream; a
+ensures:  recvs at the first use of what they bring, where the contract allows it (`sinking`);
+          sends and recvs on the streams that the contract names, all else on the compute stream; a
           record behind the last needed node and a wait before the needing one, none of them
           redundant, and none at all where the contract names one stream; inputs and buffers of
           every communication kept alive on the compute stream until behind its recv; the n-th send
@@ -25,7 +26,9 @@ from dbo_fx.contracts import Contract
 from dbo_fx.ir import COMP, Action, Half, Keepalive, Merge, Program, Record, Run, Step, Wait
 from dbo_fx.passes.halves import BUFFERS, OPS, argument
 from dbo_fx.passes.schedule import action_of
+from dbo_fx.passes.sinking import sink_recvs
 from dbo_fx.pipeline import State
+from dbo_fx.sm_sharing import SmSharing
 from dbo_fx.tag import Tag, retag, set_tag, tag_of
 
 SENDS = {op for (_, half), op in OPS.items() if half is Half.SEND}
@@ -39,14 +42,17 @@ class Streams:
     Attributes:
         schedule: Name for the program's header.
         contract: What the transport of the sends and recvs promises.
+        sms: How the program shares SMs; stands in its header.
     """
 
     schedule: str
     contract: Contract
+    sms: SmSharing = field(default=SmSharing())
     name: str = "streams"
 
     def apply(self, state: State) -> tuple[State, str]:
         """Insert the markers in place and fill `program`."""
+        state = sink_recvs(state, self.contract)
         for node in state.graph.nodes:
             if node.op == "call_function":
                 retag(node, stream=self._stream(node))
@@ -56,7 +62,7 @@ class Streams:
         events = _Events(state)
         events.insert(kept)
         state.graph.lint()
-        program = bound_program(state, self.schedule, self.contract)
+        program = replace(bound_program(state, self.schedule, self.contract), sms=self.sms)
         text = f"{events.count} events, {len(kept)} keepalives, {len(program.steps)} steps"
         return replace(state, program=program), text
 

@@ -74,7 +74,7 @@ def test_html(other: str, tmp_path: Path):
         (["", PROGRAM], "diff: the name of what to compare is empty"),
         (
             ["nope", PROGRAM],
-            "dbo-fx diff: nope is neither a schedule (mlp_shared_overlap, sequential), nor",
+            "dbo-fx diff: nope is neither a schedule (mlp_shared_overlap, mlp_shared_overlap_3, ",
         ),
         ([PROGRAM, "gone.dbo"], "gone.dbo: cannot be read"),
         (["gone.dbograph.json", PROGRAM], "gone.dbograph.json cannot be read"),

@@ -86,7 +86,7 @@ def test_one_microbatch_has_no_merge():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nope"], "no schedule is called 'nope'; there are mlp_shared_overlap, sequential"),
+        (["nope"], "no schedule is called 'nope'; there are mlp_shared_overlap, mlp_shared_"),
         (["gone.dbo"], "gone.dbo: cannot be read"),
         (["mlp_shared_overlap", "--layers", "0"], "0 layers; wanted at least 1 MoE layer"),
         (["mlp_shared_overlap", "--layers", "2", "--microbatches", "3"], "of 2 microbatches, not"),

@@ -424,11 +424,11 @@ def test_show_writes_a_page_and_a_trace(tmp_path: Path):
     assert process.endswith("predicted from given times")
 
 
-def test_show_refuses_times_of_nothing_and_wrong_times(tmp_path: Path):
+def test_show_refuses_times_that_leave_actions_out(tmp_path: Path):
     times = tmp_path / "times.json"
     times.write_text('{"A0": 3}', encoding="utf-8")
     code, message = shown("sequential", "--times", str(times))
-    assert (code, "add --html or --trace" in message) == (2, True)
+    assert (code, "none for A1_m0@0" in message) == (2, True)
     code, message = shown("sequential", "--times", str(times), "--trace", str(tmp_path / "t.json"))
     assert (code, "none for A1_m0@0" in message) == (2, True)
     assert not (tmp_path / "t.json").exists()

@@ -20,7 +20,7 @@ from dbo_fx.certificates.phase_model import (
     required_order,
     text_of,
 )
-from dbo_fx.contracts import Contract
+from dbo_fx.contracts import Contract, check_sms
 from dbo_fx.contracts import contract as contract_of
 from dbo_fx.ir import COMP, Action, Half, Keepalive, Merge, Program, Record, Run, Wait
 
@@ -53,9 +53,11 @@ def execution_of_program(program: Program, contract: Contract | None = None) -> 
         The operations with their lifetimes, and the order that the reference requires.
 
     Raises:
-        OptionError: No transport has the name in the program's header.
+        OptionError: No transport has the name in the program's header, or it cannot keep to the
+            number of SMs there.
     """
     contract = contract_of(program.transport) if contract is None else contract
+    check_sms(contract, program.sms)
     walk = _Walk(program, contract, PhaseModel(program))
     walk.all()
     required = tuple(required_order(walk.in_reference_order()))

@@ -3,10 +3,12 @@
 from dbo_fx.comm.ops import InFlight, abandon_in_flight, in_flight
 from dbo_fx.comm.protocol import Transport, register_transport, transport_for
 from dbo_fx.contracts import Contract, contract, register_contract
+from dbo_fx.packing import Packing
 
 __all__ = [
     "Contract",
     "InFlight",
+    "Packing",
     "Transport",
     "abandon_in_flight",
     "contract",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -90,6 +91,9 @@ def start(
         CommunicationError: Unknown collective.
     """
     pg = groups.process_group(group)
+    if source.element_size() == 1 and collective != "reduce_scatter_sum":
+        # Backends do not know float8; what is only moved may be bytes.
+        output, source = output.view(torch.uint8), source.view(torch.uint8)
     match collective:
         case "all_gather":
             return _ALL_GATHER(output, source, group=pg, async_op=asynchronous)

@@ -1,7 +1,6 @@
 """CPU twin of DeepEP's low-latency mode: gloo carries the data, the buffer discipline is LL's.
 
-The kernels themselves need GPUs and are not part of this version. What a program can get wrong
-about them is here exactly as there:
+What a program can get wrong about the kernels (`deepep_cuda_ll.py`) is here exactly as there:
 
 * A communicator has one Buffer of two slots with receive counters. Every operation, dispatch or
   combine, lands in the slot whose turn it is, flips the index and zeroes the other slot's counters.
@@ -9,6 +8,10 @@ about them is here exactly as there:
   until the trap; here it raises.
 * The index is baked into the program. Every region, a call or a capture, starts at slot 0.
 * `send` returns at once, `recv` is a kernel of the current stream, outputs hold poison until then.
+* Rows stand by expert with garbage behind them (`expert_layouts.py`): poison.
+
+Unlike the kernels it carries plain collectives, too, so that a program of any model can be tested
+under these rules.
 
 Source: `Buffer::low_latency_dispatch`, `low_latency_combine` and `internode_ll.cu` of DeepEP
 (`low_latency_buffer_idx ^= 1`, `next_clean`).
@@ -23,8 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dbo_fx.comm import groups
+from dbo_fx.comm import batched, collectives, groups
+from dbo_fx.comm.expert_layouts import kind_of
 from dbo_fx.comm.gloo import GlooReference
+from dbo_fx.comm.poison import poison
 from dbo_fx.contracts import DEEPEP_LL, Contract
 from dbo_fx.errors import CommunicationError
 
@@ -32,6 +37,13 @@ _REALIGN = (
     "A step that fails half-way leaves the index where it stopped: call "
     "dbo_fx.comm.abandon_in_flight() on every rank before the next step."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Batched:
+    """What a batched exchange will show when it is received."""
+
+    hidden: tuple[Tensor, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +86,11 @@ class _Buffer:
             lost.destroyed_by = str(operation)
         self.index ^= 1
 
+    def pass_by(self, operation: _Operation) -> None:
+        """Land, be received and flip the index, before anything else is sent."""
+        operation.received = True
+        self.index ^= 1
+
     def receive(self, operation: _Operation) -> None:
         """Take the data out of its slot.
 
@@ -102,13 +119,13 @@ class LowLatencyTwin:
     """DeepEP low latency for CPU tensors.
 
     Attributes:
-        contract: What it promises: DeepEP's contract, not gloo's.
+        contract: What it promises: DeepEP's contract, not gloo's. Without a limit of what is in
+            flight, as where kernels are not cut in halves, nothing is destroyed.
     """
 
-    contract: Contract = DEEPEP_LL
-
-    def __init__(self) -> None:
+    def __init__(self, contract: Contract = DEEPEP_LL) -> None:
         """Start without Buffers; a group gets its own with its first operation."""
+        self.contract = contract
         self._carrier = GlooReference()
         self._buffers: defaultdict[str, _Buffer] = defaultdict(_Buffer)
 
@@ -126,7 +143,7 @@ class LowLatencyTwin:
         Args:
             inputs: Tensors of this rank, rows first.
             outputs: Visible outputs, one for each input; poisoned until `finish`.
-            collective: A name in `collectives.COLLECTIVES`.
+            collective: A name in `collectives.COLLECTIVES`, or a batched exchange.
             group: Name of the process group.
             slot: The slot that is baked into the program.
             name: What to call the operation in errors.
@@ -143,9 +160,17 @@ class LowLatencyTwin:
                 f"{name}: the program sends in slot {slot}, the Buffer of group {group!r} is at "
                 f"slot {buffer.index}. {_REALIGN}"
             )
-        carried = self._carrier.launch(inputs, outputs, collective, group, None, name)
+        if kind_of(collective) == "rows":
+            raise CommunicationError(f"{name}: {self.contract.name} carries no {collective}.")
+        if kind_of(collective) == "batched":
+            carried: Any = self._batched(inputs, outputs, collective, group, name)
+        else:
+            carried = self._carrier.launch(inputs, outputs, collective, group, None, name)
         operation = _Operation(name, buffer.index, carried)
-        buffer.send(operation, groups.world_size(group))
+        if self.contract.max_in_flight is None:
+            buffer.pass_by(operation)
+        else:
+            buffer.send(operation, groups.world_size(group))
         return _Sent(buffer, operation)
 
     def finish(self, flight: _Sent, outputs: Sequence[Tensor]) -> None:
@@ -158,8 +183,37 @@ class LowLatencyTwin:
         Raises:
             CommunicationError: A later send destroyed it.
         """
-        flight.buffer.receive(flight.operation)
-        self._carrier.finish(flight.operation.carried, outputs)
+        if self.contract.max_in_flight is not None:
+            flight.buffer.receive(flight.operation)
+        carried = flight.operation.carried
+        if not isinstance(carried, _Batched):
+            self._carrier.finish(carried, outputs)
+            return
+        for output, value in zip(outputs, carried.hidden, strict=True):
+            output.copy_(value)
+
+    def _batched(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        exchange: str,
+        group: str,
+        name: str,
+    ) -> _Batched:
+        """Run a batched exchange to its end, hidden, and poison what can be seen of it."""
+
+        def do(collective: str, source: Tensor) -> Tensor:
+            ranks = groups.world_size(group)
+            rows = collectives.output_rows(collective, source.shape[0], ranks)
+            found = source.new_empty((rows, *source.shape[1:]))
+            launched = self._carrier.launch([source], [found], collective, group, None, name)
+            self._carrier.finish(launched, [found])
+            return found
+
+        hidden = batched.run(exchange, inputs, group, do)
+        for output in outputs:
+            output.fill_(poison(output.dtype))
+        return _Batched(tuple(hidden))
 
     def begin(self, group: str) -> None:
         """Refuse to start a region over a Buffer that is not at slot 0, or not received.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import collectives
+from dbo_fx.comm.poison import poison
 from dbo_fx.contracts import GLOO, Contract
 
 
@@ -92,20 +93,3 @@ class GlooReference:
         Args:
             group: Name of a process group; None for all.
         """
-
-
-def poison(dtype: torch.dtype) -> float | int | bool:
-    """Return the value that marks an element as not yet received.
-
-    Args:
-        dtype: Type of the visible output.
-
-    Returns:
-        NaN for floating point and complex types, True for bool, the largest value for unsigned
-        integers and -7 for signed ones.
-    """
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype == torch.bool:
-        return True
-    return -7 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max

@@ -5,6 +5,9 @@ compute stream wait for that event before `recv`; so nothing here touches stream
 both halves can be captured in a CUDA graph. Outputs must have been allocated on the compute stream
 (`comm_buffers`) before the event that the comm stream waits for: allocated on the comm stream they
 would go back to its pool while the compute stream still reads them.
+
+A program that says how many SMs communication gets (`sms comm 4`) has communicators of its own,
+whose kernels take at most so many thread blocks, one an SM.
 """
 
 from __future__ import annotations
@@ -12,11 +15,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dbo_fx.comm import collectives, groups
 from dbo_fx.contracts import NCCL, Contract
 from dbo_fx.errors import CommunicationError
+from dbo_fx.sm_limits import comm_sms
+
+_LIMITED: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def limited(group: str, max_ctas: int) -> str:
+    """Return the name of a group of the same ranks whose NCCL kernels take at most so many SMs.
+
+    Its first call for a group and a number makes the communicator, on all ranks together.
+
+    Args:
+        group: Name of a process group with an NCCL backend.
+        max_ctas: The most thread blocks of a kernel; each takes one SM.
+
+    Raises:
+        CommunicationError: It does not exist yet, and none can be made under capture.
+    """
+    base = groups.process_group(group)
+    known = _LIMITED.get((group, max_ctas))
+    if known is None or known[0] is not base:
+        if torch.cuda.is_current_stream_capturing():
+            raise CommunicationError(
+                f"group {group!r} has no communicator of {max_ctas} SMs yet, and none can be made "
+                "under capture: run the program once eagerly first."
+            )
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+        made = dist.new_group(
+            dist.get_process_group_ranks(base),
+            backend="nccl",
+            pg_options=options,
+            use_local_synchronization=True,
+        )
+        known = _LIMITED[group, max_ctas] = base, made
+    name = groups.name_of(known[1])
+    assert name is not None
+    return name
+
+
+def release_limited() -> None:
+    """Destroy the communicators that `limited` made, on all ranks; no graph may use them any more.
+
+    `torch.distributed.destroy_process_group()` of the default group destroys them, too.
+    """
+    for _, made in _LIMITED.values():
+        if made in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(made)
+    _LIMITED.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +101,8 @@ class Nccl:
             The tensors that the collectives read, to be held until `finish`.
 
         Raises:
-            CommunicationError: The group's backend for CUDA tensors is not NCCL.
+            CommunicationError: The group's backend for CUDA tensors is not NCCL, or under capture
+                the communicator with the program's number of SMs does not exist yet.
         """
         backend = groups.backend_name(group, "cuda")
         if backend != "nccl":
@@ -56,6 +110,8 @@ class Nccl:
                 f"group {group!r} carries CUDA tensors with {backend!r}, wanted 'nccl': only NCCL "
                 "keeps the order of the current stream. Create the group with backend 'nccl'."
             )
+        if (limit := comm_sms()) is not None:
+            group = limited(group, limit)
         sources = tuple(t.contiguous() for t in inputs)
         for output, source in zip(outputs, sources, strict=True):
             # async_op=True would run on NCCL's own stream, outside the program's events.

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dbo_fx.comm.copy_engine import CopyEngine, CopyEngineTwin
+from dbo_fx.comm.deepep_cuda_ll import LowLatency
+from dbo_fx.comm.deepep_cuda_rows import Elastic, HighThroughput
 from dbo_fx.comm.deepep_ll import LowLatencyTwin
+from dbo_fx.comm.deepep_rows import RowsTwin
 from dbo_fx.comm.gloo import GlooReference
+from dbo_fx.comm.loopback import Loopback, LoopbackTwin
 from dbo_fx.comm.nccl import Nccl
-from dbo_fx.contracts import Contract, register_contract
+from dbo_fx.contracts import DEEPEP_HT, DEEPEP_LL_ASYNC, DEEPEP_V2, Contract, register_contract
 from dbo_fx.errors import CommunicationError, OptionError
 
 if TYPE_CHECKING:
@@ -59,7 +64,18 @@ DEFAULTS = {"cpu": "gloo", "cuda": "nccl"}
 _TRANSPORTS: dict[tuple[str, str], Transport] = {
     ("cpu", "gloo"): GlooReference(),
     ("cuda", "nccl"): Nccl(),
+    ("cuda", "copy_engine"): CopyEngine(),
+    ("cpu", "copy_engine"): CopyEngineTwin(),
+    ("cuda", "loopback"): Loopback(),
+    ("cpu", "loopback"): LoopbackTwin(),
     ("cpu", "deepep_ll"): LowLatencyTwin(),
+    ("cpu", "deepep_ll_async"): LowLatencyTwin(DEEPEP_LL_ASYNC),
+    ("cpu", "deepep_ht"): RowsTwin(DEEPEP_HT),
+    ("cpu", "deepep_v2"): RowsTwin(DEEPEP_V2),
+    ("cuda", "deepep_ll"): LowLatency(),
+    ("cuda", "deepep_ll_async"): LowLatency(DEEPEP_LL_ASYNC),
+    ("cuda", "deepep_ht"): HighThroughput(DEEPEP_HT),
+    ("cuda", "deepep_v2"): Elastic(DEEPEP_V2),
 }
 
 
@@ -111,6 +127,21 @@ def transport_for(device_type: str, name: str | None = None) -> Transport:
             f"device are not part of this version; it is there for {devices}. "
             f"On {device_type!r} choose one of {there}."
         )
+    return found
+
+
+def unusable(device_type: str, name: str) -> str | None:
+    """Why a transport cannot be used on this machine, as far as that can be told without using it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        name: Name of its contract.
+
+    Returns:
+        The reason and what would mend it; None if nothing speaks against it.
+    """
+    look = getattr(transport_for(device_type, name), "unusable", None)
+    found: str | None = None if look is None else look()
     return found
 
 

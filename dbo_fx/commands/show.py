@@ -20,6 +20,7 @@ from dbo_fx.commands.frame import (
 from dbo_fx.errors import OptionError
 
 if TYPE_CHECKING:
+    from dbo_fx.ir import Program
     from dbo_fx.subjects import Request
 
 
@@ -63,13 +64,17 @@ def show(
     ] = None,
     times: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON with microseconds by action, for --html, --trace."),
+        typer.Option(
+            metavar="FILE",
+            help="JSON with microseconds by action, or a measurement: simulate with them.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Print a schedule, its unrolled form, a program, or the progress of all ranks.
 
-    Of a graph, a model or a config it prints the program that the compiler makes of it.
+    Of a graph, a model or a config it prints the program that the compiler makes of it. With --times
+    it prints what that takes: time, bubbles, exposed communication, critical path.
 
     Example: dbo-fx show mlp_shared_overlap --layers 3
     """
@@ -83,8 +88,6 @@ def show(
             _show_progress(what, as_json)
             return
         writes = html is not None or trace is not None
-        if times is not None and not writes:
-            raise OptionError("--times gives the times of a page or a trace; add --html or --trace")
         if writes and as_json:
             raise OptionError("--html and --trace write files instead; leave --json out")
         if html is not None and trace is not None and html.resolve() == trace.resolve():
@@ -93,6 +96,8 @@ def show(
             raise OptionError(f"found {len(what)} names, wanted one; dumps need --progress")
         if writes:
             _write_timeline(request, html, trace, times)
+        elif times is not None:
+            _show_simulation(request, times, as_json)
         elif request.kind == "text":
             _show_text(request, as_json)
         else:
@@ -141,6 +146,26 @@ def _show_progress(paths: list[str], as_json: bool) -> None:
 
     dumps = read_progress(paths)
     put_json(picture_json(dumps)) if as_json else put(picture(dumps))
+
+
+def _show_simulation(request: Request, times: Path, as_json: bool) -> None:
+    from dbo_fx.inspect.simulation import simulate
+
+    found = simulate(_program_of(request), times)
+    put_json(found.to_json()) if as_json else put(f"{found}\n")
+
+
+def _program_of(request: Request) -> Program:
+    """The program that a text, a graph, a model or a config makes."""
+    if request.kind == "text":
+        from dbo_fx.subjects import read_program
+
+        request.refuse("no model", "ranks")
+        return read_program(request).program
+    from dbo_fx.subject_graphs import compiled_subject
+
+    with progress() as say, compiled_subject(request, say) as compiled:
+        return compiled.program
 
 
 def _write_timeline(

@@ -15,7 +15,8 @@ from itertools import product
 from pathlib import Path
 
 from dbo_fx.errors import OptionError
-from dbo_fx.ir import Action, Phase
+from dbo_fx.inspect.measured import Measured, is_measured, measured_from_json
+from dbo_fx.ir import Action, Phase, Program
 
 _PHASES = "|".join(phase.value for phase in Phase)
 _KEY = re.compile(rf"({_PHASES})(_m\d+)?(\.send|\.recv)?(@\d+)?")
@@ -82,8 +83,24 @@ class ActionTimes:
         return next((float(given[key]) for key in keys if key in given), None)
 
 
-def read_times(path: str | Path) -> dict[str, float]:
-    """Read times from a JSON file: an object of numbers, in microseconds.
+def given_times(
+    times: Mapping[str, float] | Measured | str | Path | None, program: Program
+) -> Mapping[str, float] | None:
+    """The times that are given for a program in any form.
+
+    Args:
+        times: A mapping, a measurement, or the path of a file with either.
+        program: What they are for.
+
+    Raises:
+        OptionError: See `read_times`; or a measurement is of another program.
+    """
+    found = read_times(times) if isinstance(times, str | Path) else times
+    return found.times_for(program) if isinstance(found, Measured) else found
+
+
+def read_times(path: str | Path) -> dict[str, float] | Measured:
+    """Read a JSON file: an object of numbers, in microseconds, or a saved measurement.
 
     Args:
         path: The file.
@@ -102,6 +119,8 @@ def read_times(path: str | Path) -> dict[str, float]:
         raise OptionError(
             f'{path}: found {type(found).__name__}, wanted an object like {{"A0": 12}}'
         )
+    if is_measured(found):
+        return measured_from_json(found, str(path))
     for key, value in found.items():
         _check(key, value, f"{path}: ")
     return found

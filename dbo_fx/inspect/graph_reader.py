@@ -29,6 +29,7 @@ from dbo_fx.passes.lower import qualified_name
 from dbo_fx.pipeline import State
 from dbo_fx.runtime import Runtime
 from dbo_fx.saved import SavedProgram
+from dbo_fx.segments import body_of
 from dbo_fx.size_text import size_text
 from dbo_fx.symbols import expression, same_storage_key
 from dbo_fx.tag import Tag, tag_of
@@ -130,8 +131,8 @@ class _Reader:
         if node.op != "call_module" or node.kwargs:
             return None
         name = str(node.target)
-        found = self.segments.get(name) or self.root.get_submodule(name)
-        if not isinstance(found, GraphModule):
+        found = body_of(self.segments.get(name) or self.root.get_submodule(name))
+        if found is None:
             return None
         inputs = [n for n in found.graph.nodes if n.op == "placeholder"]
         results = next(iter(reversed(found.graph.nodes))).args[0]

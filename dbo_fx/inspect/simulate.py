@@ -4,6 +4,8 @@ No torch. A stream runs its steps in order. `wait` holds the stream until the la
 event before it, in host order. The host runs ahead without limit; a recv that blocks the host
 delays everything that the host enqueues later. Where the recv is a kernel, the transfer occupies
 no stream: it has a lane of its own, from the end of the send, and the recv cannot end before it.
+
+Every item knows what it started behind, so that a longest path can be read off.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ class Lanes:
         items: What ran, in host order.
         arrows: Every wait for a recorded event.
         streams: The lanes in use, top to bottom.
+        causes: For every item the indices of those that it had to wait for: it starts when the last
+            of them ends, at 0 without any.
     """
 
     items: tuple[Item, ...]
     arrows: tuple[Arrow, ...]
     streams: tuple[str, ...]
+    causes: tuple[tuple[int, ...], ...] = ()
 
 
 def simulate(program: Program, contract: Contract, times: Mapping[str, float] | None) -> Lanes:
@@ -50,7 +55,7 @@ def simulate(program: Program, contract: Contract, times: Mapping[str, float] | 
     run.all()
     used = {item.stream for item in run.items}
     streams = tuple(stream for stream in (*STREAMS, IN_FLIGHT) if stream in used)
-    return Lanes(tuple(run.items), tuple(run.arrows), streams)
+    return Lanes(tuple(run.items), tuple(run.arrows), streams, tuple(run.causes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class _Recorded:
     at_us: float
     after: str
     source: int | None
+    behind: frozenset[int]
 
 
 @dataclass
@@ -77,7 +83,13 @@ class _Simulation:
     done: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     unnamed: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     untied: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    arrived: dict[Action, float] = field(default_factory=dict)
+    arrived: dict[Action, int] = field(default_factory=dict)
+    # Items that what comes next on a stream stands behind, and what the host enqueues from now on.
+    causes: list[tuple[int, ...]] = field(default_factory=list)
+    behind: defaultdict[str, frozenset[int]] = field(
+        default_factory=lambda: defaultdict(frozenset)
+    )
+    host_behind: frozenset[int] = frozenset()
 
     def all(self) -> None:
         """Fill items and arrows."""
@@ -113,38 +125,51 @@ class _Simulation:
         if action.half is Half.SEND:
             transfer_us = self.times.of_transfer(action, is_apart=self.has_flights)
             if self.has_flights:
-                end = self._add(stream, name, action, self.times.of_half(action))
-                self.arrived[whole] = end + transfer_us
+                sent = self._add(stream, name, action, self.times.of_half(action))
+                end = self.items[sent].end_us
                 flight = Item(IN_FLIGHT, end, end + transfer_us, whole.bound(), whole)
+                self.arrived[whole] = len(self.items)
                 self.items.append(replace(flight, marker=self.marker))
+                self.causes.append((sent,))
             else:
                 self.arrived[whole] = self._add(stream, name, action, transfer_us)
             return
-        if self.contract.recv_is != "event":
-            self.clock[stream] = max(self._now(stream), self.arrived.get(whole, 0.0))
-        end = self._add(stream, name, action, self.times.of_half(action))
+        if self.contract.recv_is != "event" and whole in self.arrived:
+            arrived = self.arrived[whole]
+            self.clock[stream] = max(self._now(stream), self.items[arrived].end_us)
+            self.behind[stream] |= {arrived}
+        received = self._add(stream, name, action, self.times.of_half(action))
         if self.contract.blocks_host:
-            self.host_us = end
+            self.host_us = self.items[received].end_us
+            self.host_behind = frozenset({received})
 
-    def _add(self, stream: str, name: str, action: Action | None, duration_us: float) -> float:
+    def _add(self, stream: str, name: str, action: Action | None, duration_us: float) -> int:
+        """Run something at the end of a stream.
+
+        Returns:
+            Its index.
+        """
         start = self._now(stream)
         end = start + duration_us
         index = len(self.items)
         self.items.append(Item(stream, start, end, name, action, marker=self.marker))
+        self.causes.append(tuple(sorted(self.behind[stream] | self.host_behind)))
+        self.behind[stream] = frozenset({index})
         self.clock[stream] = end
         self.done[stream].append(index)
         for arrow in self.untied[stream]:
             self.arrows[arrow] = replace(self.arrows[arrow], target=index)
         if duration_us:
             self.untied[stream].clear()
-        return end
+        return index
 
     def _record(self, stream: str, event: int) -> None:
         done = self.done[stream]
         timed = (index for index in reversed(done) if self.items[index].duration_us)
         source = next(timed, done[-1] if done else None)
         after = self.items[done[-1]].name if done else "the start"
-        self.recorded[event] = _Recorded(stream, self._now(stream), after, source)
+        behind = self.behind[stream] | self.host_behind
+        self.recorded[event] = _Recorded(stream, self._now(stream), after, source, behind)
 
     def _wait(self, stream: str, event: int) -> None:
         found = self.recorded.get(event)
@@ -152,6 +177,7 @@ class _Simulation:
             return  # A wait for an event that nobody recorded waits for nothing.
         now = self._now(stream)
         self.clock[stream] = max(now, found.at_us)
+        self.behind[stream] |= found.behind | self.host_behind
         held = max(found.at_us - now, 0.0)
         self.unnamed[stream].append(len(self.arrows))
         self.untied[stream].append(len(self.arrows))

@@ -15,8 +15,7 @@ from typing import Any
 from dbo_fx.certificates.memory_report import readable
 from dbo_fx.inspect.timeline import ORDER_ONLY, Timeline
 from dbo_fx.inspect.timeline_bars import HALF_BAR, bar_traces
-from dbo_fx.inspect.timeline_items import Arrow
-from dbo_fx.ir import COMP
+from dbo_fx.inspect.timeline_items import Arrow, is_on_comp
 
 _LANE_PX, _MEMORY_PX, _LEGEND_PX, _TOP_PX, _BOTTOM_PX = 100, 210, 30, 60, 46
 _FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -50,8 +49,8 @@ class _Figure:
         return {"data": data, "layout": self._layout()}
 
     def _arrows(self) -> Iterable[dict[str, Any]]:
-        holding = [a for a in self.timeline.arrows if a.held_us and a.to_stream == COMP]
-        others = [a for a in self.timeline.arrows if not (a.held_us and a.to_stream == COMP)]
+        holding = [a for a in self.timeline.arrows if _holds_comp(a)]
+        others = [a for a in self.timeline.arrows if not _holds_comp(a)]
         if others:
             yield self._arrow_trace("event", "#9ca3af", 1, others)
         if holding:
@@ -182,6 +181,10 @@ class _Figure:
         size, _ = _scale(memory.report.peak_bytes)
         return 1.25 * max(memory.report.peak_bytes, memory.report.unsplit_peak_bytes, 1) / size
 
+    def _margin_px(self) -> int:
+        """Room for the longest name of a lane."""
+        return max(92, 30 + 9 * max(map(len, self.timeline.streams), default=0))
+
     def _layout(self) -> dict[str, Any]:
         timeline = self.timeline
         lanes_px = _LANE_PX * len(timeline.streams)
@@ -201,7 +204,7 @@ class _Figure:
         }
         layout: dict[str, Any] = {
             "height": height,
-            "margin": {"l": 92, "r": 24, "t": _TOP_PX, "b": _BOTTOM_PX},
+            "margin": {"l": self._margin_px(), "r": 24, "t": _TOP_PX, "b": _BOTTOM_PX},
             "font": {"family": _FONT, "size": 12, "color": "#111827"},
             "paper_bgcolor": "#ffffff",
             "plot_bgcolor": "#ffffff",
@@ -248,6 +251,10 @@ class _Figure:
             "title": {"text": f"memory, {unit}"},
         }
         return layout
+
+
+def _holds_comp(arrow: Arrow) -> bool:
+    return bool(arrow.held_us) and is_on_comp(arrow.to_stream)
 
 
 def _legend(y: float) -> dict[str, Any]:

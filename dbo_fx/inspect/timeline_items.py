@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbo_fx.ir import Action
+from dbo_fx.ir import COMP, Action
+
+
+def is_on_comp(lane: str) -> bool:
+    """Whether a lane is the compute stream, planned or measured."""
+    return lane.partition(" ")[0] == COMP
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class Item:
     """Something that runs on a lane for a while.
 
     Attributes:
-        stream: The lane: a stream, or `in flight` for transfers that occupy no stream.
+        stream: The lane: a stream, `in flight` for transfers that occupy no stream, or either with
+            ` measured` behind it.
         start_us: When it begins; units where the timeline has no times.
         end_us: When it ends.
         name: `A0_m0@3`; `merge`.

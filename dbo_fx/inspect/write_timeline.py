@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from dbo_fx import schedules
 from dbo_fx.contracts import contract
 from dbo_fx.errors import OptionError
-from dbo_fx.inspect.action_times import read_times
+from dbo_fx.inspect.action_times import given_times, read_times
+from dbo_fx.inspect.measured import Measured
 from dbo_fx.inspect.timeline import Timeline, timeline_of_compiled, timeline_of_program
 from dbo_fx.inspect.timeline_html import timeline_html
+from dbo_fx.inspect.timeline_measured import beside
 from dbo_fx.inspect.trace_file import trace_json
 from dbo_fx.ir import Program, Schedule, parse
 from dbo_fx.ir_bind import bound_program
@@ -25,10 +27,10 @@ TRANSPORT = "nccl"
 
 
 def timeline(
-    subject: CompiledProgram | Program | Schedule | str | Path,
+    subject: CompiledProgram | Measured | Program | Schedule | str | Path,
     path: str | Path | None = None,
     *,
-    times: Mapping[str, float] | str | Path | None = None,
+    times: Mapping[str, float] | Measured | str | Path | None = None,
     tokens: int | None = None,
     layers: int | None = None,
     microbatches: int | None = None,
@@ -36,11 +38,15 @@ def timeline(
 ) -> Timeline:
     """Lay a program out in time; with a path, write it there as a page or as a trace.
 
+    A measurement of this very program, as the subject or as its times, gets lanes of its own beside
+    the plan that its times make.
+
     Args:
-        subject: A compiled program; a program; a schedule, or the name or the path of its text.
+        subject: A compiled program; a measurement; a program; a schedule, or the name or the path
+            of its text.
         path: `.html` becomes a page, `.json` a trace for Perfetto; None writes nothing.
-        times: Microseconds by action, or the path of a JSON file with them; without them every
-            action takes one unit.
+        times: Microseconds by action, a measurement, or the path of a JSON file with either;
+            without them every action takes one unit.
         tokens: For a compiled program: size of the whole batch; the traced one if None.
         layers: For a schedule: how many layers to lay it over, 2 if None.
         microbatches: For a schedule that takes any number of them; 2 if None.
@@ -55,7 +61,9 @@ def timeline(
         ScheduleError: A text cannot be read or is malformed.
     """
     write = None if path is None else _writer(path)
-    given = read_times(times) if isinstance(times, str | Path) else times
+    times = read_times(times) if isinstance(times, str | Path) else times
+    if isinstance(subject, Measured):
+        times, subject = subject if times is None else times, subject.program
     if isinstance(subject, str | Path):
         subject = parse(schedules.read(str(subject)), str(subject))
     unrolling = {"layers": layers, "microbatches": microbatches, "transport": transport}
@@ -66,10 +74,10 @@ def timeline(
             count = MICROBATCHES
         carrier = contract(transport or TRANSPORT)
         subject = bound_program(subject, LAYERS if layers is None else layers, carrier, count)
-        found = timeline_of_program(subject, given)
+        found = timeline_of_program(subject, given_times(times, subject))
     elif isinstance(subject, Program):
         _refuse("a program", {"tokens": tokens, **unrolling})
-        found = timeline_of_program(subject, given)
+        found = timeline_of_program(subject, given_times(times, subject))
     elif not hasattr(subject, "memory"):
         raise OptionError(
             f"timeline: found {type(subject).__name__}; wanted a compiled program, a program, a "
@@ -77,10 +85,17 @@ def timeline(
         )
     else:
         _refuse("a compiled program", unrolling)
-        found = timeline_of_compiled(subject, given, tokens)
+        found = timeline_of_compiled(subject, given_times(times, subject.program), tokens)
+    if isinstance(times, Measured) and times.program == subject_program(subject):
+        found = beside(found, times)
     if write is not None and path is not None:
         _write(path, write(found))
     return found
+
+
+def subject_program(subject: CompiledProgram | Program) -> Program:
+    """The program of something compiled, or the program itself."""
+    return subject if isinstance(subject, Program) else subject.program
 
 
 def write_files(

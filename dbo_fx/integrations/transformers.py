@@ -2,17 +2,18 @@
 
 `expert_parallel` keeps one slice of every expert tensor on this rank and plugs two functions into
 transformers' own registries: one that runs routed experts between the `dispatch` and `combine`
-ops, and one for attention that never builds a dense causal mask.
+ops, or between two all-to-alls, and one for attention that never builds a dense causal mask.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,15 +21,25 @@ import dbo_fx
 import dbo_fx.comm  # Registers torch.ops.dbo_fx.
 from dbo_fx.errors import DboError, OptionError, UnsupportedGraphError
 from dbo_fx.integrations.transformers_attention import attention_forward, check_arguments
+from dbo_fx.packing import COUNTER, Copies, Packing
 
 NAME = "dbo_fx"
 MINIMUM = (5, 17)
 GROUP = "dbo_fx_group"
+PACKING = "dbo_fx_packing"
+ROUTINGS = ("all_gather", "all_to_all")
 # Kernels of transformers' own: attention and matmuls of this rank alone.
 LOCAL_OPS = ("transformers::grouped_mm_fallback", "transformers_msa::sparse_atten")
 
 
-def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+def expert_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    routing: Literal["all_gather", "all_to_all"] = "all_gather",
+    capacity: float | int | None = None,
+    copies: Copies = "rank",
+) -> nn.Module:
     """Share a model's routed experts among the ranks of a group, in place, for inference.
 
     Every rank passes the same full model and feeds it batches of the same shape. Gradients are
@@ -39,6 +50,14 @@ def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         model: A transformers model whose experts hold `gate_up_proj` [E, 2I, H] and `down_proj`
             [E, H, I], such as DeepSeek-V3, Mixtral, Qwen3-MoE or GLM4-MoE.
         group: The R ranks that share the experts. Default: all.
+        routing: "all_gather": every rank sees all rows. "all_to_all": rows are packed into one
+            block of static capacity for each rank; see `docs/routing.md`.
+        capacity: Rows of such a block, for "all_to_all": None for the worst case, where nothing
+            can be lost; a whole number of rows; or a factor over the mean of uniform routing. Rows
+            that find no room make their tokens' outputs NaN, and `dbo_fx.overflow(model)` counts
+            them.
+        copies: For "all_to_all": "rank" sends a token once to each rank that holds one of its
+            experts, "expert" once for each of its K experts.
 
     Returns:
         The same model.
@@ -46,9 +65,10 @@ def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     Raises:
         DboError: transformers is missing, too old, or has moved what this module builds on; or
             torch.distributed is not initialised.
-        OptionError: R does not divide E, or the experts are sharded already.
+        OptionError: R does not divide E, the experts are sharded already, or options do not fit.
         UnsupportedGraphError: The model has no such experts, or experts of another layout.
     """
+    _check_routing(routing, capacity, copies)
     _register()
     if not dist.is_initialized():
         raise DboError(
@@ -67,7 +87,10 @@ def expert_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     for name, module in experts.items():
         _check(name, module, group.size())
     for module in experts.values():
+        total = module.get_parameter("gate_up_proj").shape[0]
         _shard(module, group)
+        if routing == "all_to_all":
+            _pack(module, Packing(group.size(), total, copies, capacity))
     _use_functions(model)
     return model.requires_grad_(False)
 
@@ -156,6 +179,30 @@ def _shard(module: nn.Module, group: dist.ProcessGroup) -> None:
     setattr(module, GROUP, str(group.group_name))
 
 
+def _check_routing(routing: str, capacity: float | int | None, copies: str) -> None:
+    """Refuse options that mean nothing together.
+
+    Raises:
+        OptionError: Unknown routing, or options of the other one.
+    """
+    if routing not in ROUTINGS:
+        raise OptionError(f"expert_parallel: routing={routing!r}: use one of {list(ROUTINGS)}.")
+    if routing == "all_gather" and (capacity is not None or copies != "rank"):
+        raise OptionError(
+            f"expert_parallel: capacity={capacity!r} and copies={copies!r} say how rows are packed "
+            'for an all-to-all, but routing is "all_gather". Add routing="all_to_all".'
+        )
+
+
+def _pack(module: nn.Module, packing: Packing) -> None:
+    """Let an experts module exchange packed rows, with a counter where they may find no room."""
+    setattr(module, PACKING, packing)
+    if packing.capacity is not None:
+        device = module.get_parameter("gate_up_proj").device
+        lost = torch.zeros(1, dtype=torch.int64, device=device)
+        module.register_buffer(COUNTER, lost, persistent=False)
+
+
 def _use_functions(model: Any) -> None:
     """Select both functions in a config that only this model has, and guard its arguments."""
     old = model.config
@@ -191,38 +238,74 @@ def experts_forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -
             f"{type(module).__name__} uses the experts function '{NAME}' but is not sharded. Call "
             "dbo_fx.integrations.transformers.expert_parallel(model) instead of setting the name."
         )
+    packing = getattr(module, PACKING, None)
+    if packing is not None:
+        return _packed_forward(module, packing, hidden, ids, weights)
     rows, ids, weights = torch.ops.dbo_fx.dispatch(hidden, ids, weights, group)
-    local = module.gate_up_proj.shape[0]
-    ids = ids - module.dbo_fx_first_expert
-    # Choices that belong to another rank get the id one past the last local expert.
-    ids = torch.where((ids >= 0) & (ids < local), ids, local)
-    grouped = rows.is_cuda and rows.dtype == torch.bfloat16
-    y = (_grouped_experts if grouped else _dense_experts)(module, rows, ids, weights)
+    y = _local_experts(module, rows, ids - module.dbo_fx_first_expert, weights)
     combined: Tensor = torch.ops.dbo_fx.combine(y, hidden.shape[0], group)
     return combined
 
 
-def _dense_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Every local expert on every row, weighted by zero where the row did not choose it.
+def _packed_forward(
+    module: Any, packing: Packing, hidden: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """As `experts_forward`, over two all-to-alls of packed rows."""
+    group = getattr(module, GROUP)
+    packed, places, lost = packing.pack(hidden, ids, weights)
+    if packing.may_overflow(ids.shape[1]):
+        torch.ops.dbo_fx.note_overflow(getattr(module, COUNTER), lost)
+    arrived = funcol.all_to_all_single(packed, None, None, group)
+    rows, chosen, given = packing.open(arrived, hidden, weights)
+    y = torch.unflatten(_local_experts(module, rows, chosen, given), 0, (packing.ranks, -1))
+    back = funcol.all_to_all_single(y.contiguous(), None, None, group)
+    return packing.unpack(back, places, weights)
+
+
+def _local_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+    """Run this rank's experts on rows of all ranks.
+
+    Rows that chose none of them, and whose contents may be anything, give zeros.
 
     Args:
         module: The experts module.
-        rows: [R*T, H].
-        ids: [R*T, K], E / R where the expert is not on this rank.
-        weights: [R*T, K].
+        rows: [N, H].
+        ids: [N, J] experts counted on this rank; any other number is an expert of another rank.
+        weights: [N, J], or None for no weights.
 
     Returns:
-        [R*T, H].
+        [N, H].
+    """
+    local = module.gate_up_proj.shape[0]
+    # Choices that belong to another rank get the id one past the last local expert.
+    ids = torch.where((ids >= 0) & (ids < local), ids, local)
+    grouped = rows.is_cuda and rows.dtype == torch.bfloat16
+    return (_grouped_experts if grouped else _dense_experts)(module, rows, ids, weights)
+
+
+def _dense_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+    """Every local expert on every row, kept where the row chose it.
+
+    Args:
+        module: The experts module.
+        rows: [N, H].
+        ids: [N, J], E / R where the expert is not on this rank.
+        weights: [N, J], or None for no weights.
+
+    Returns:
+        [N, H].
     """
     experts = torch.arange(module.gate_up_proj.shape[0], device=rows.device)
-    chosen = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == experts)).sum(1)
+    chosen = ids.unsqueeze(-1) == experts
     inner = module._apply_gate(torch.matmul(rows, module.gate_up_proj.transpose(1, 2)))
     out = torch.matmul(inner, module.down_proj.transpose(1, 2))
-    y: Tensor = (out * chosen.t().unsqueeze(-1)).sum(0).to(rows.dtype)
+    if weights is not None:
+        out = out * torch.where(chosen, weights.unsqueeze(-1), 0).sum(1).t().unsqueeze(-1)
+    y: Tensor = torch.where(chosen.any(1).t().unsqueeze(-1), out, 0).sum(0).to(rows.dtype)
     return y
 
 
-def _grouped_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _grouped_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
     """Rows sorted by expert through two grouped matmuls; arguments as for `_dense_experts`.
 
     The shapes hold every choice of every row, so nothing depends on the routing. Choices of other
@@ -235,7 +318,8 @@ def _grouped_experts(module: Any, rows: Tensor, ids: Tensor, weights: Tensor) ->
     inner = F.grouped_mm(rows[order // top_k], module.gate_up_proj.transpose(1, 2), offs=ends)
     inner = module._apply_gate(inner)
     out = F.grouped_mm(inner, module.down_proj.transpose(1, 2), offs=ends)
-    out = out * weights.flatten()[order].unsqueeze(-1)
+    if weights is not None:
+        out = out * weights.flatten()[order].unsqueeze(-1)
     out = torch.where((by_expert < experts.shape[0]).unsqueeze(-1), out, 0)
     by_row = torch.unflatten(out[torch.argsort(order)], 0, (-1, top_k))
     return by_row.sum(1).to(rows.dtype)

@@ -1,0 +1,131 @@
+"""How much every schedule hides: shapes, sizes, transports and link classes, in Full CUDA graphs.
+
+Each point compiles a Hugging Face MoE model with every schedule, captures each in one CUDA graph,
+checks that schedules over the same microbatches give equal bits, and times the replays in turn.
+Points that the output file already holds for this commit are skipped, so that a run which was cut
+off goes on where it stopped.
+
+    python benchmarks/overlap.py --points required --output benchmarks/results/overlap.json
+    python benchmarks/overlap.py --points host --ranks 2 --output ...   one GPU, peers imitated
+    python benchmarks/overlap.py --points tryout --output /tmp/x.json   two CPU ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from overlap_points import SETS, Point
+from overlap_rank import run_group
+
+# transformers looks for torchvision, whose build may not fit torch's.
+sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
+
+MOST_POINTS = 60
+
+
+def main() -> int:
+    """Measure what is missing; exit 1 if a result that must be equal was not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", choices=SETS, default="required")
+    parser.add_argument("--only", default="", help="only points whose key contains this")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--commit", help="default: what git says")
+    parser.add_argument("--limit-s", type=float, default=540, help="start no group after this")
+    args = parser.parse_args()
+    commit = args.commit or _commit()
+    results = _load(args.output)
+    run = {
+        "command": f"python benchmarks/overlap.py --points {args.points} --ranks {args.ranks}",
+        "device": _device(),
+        "torch": torch.__version__,
+        "commit": commit,
+    }
+    if torch.cuda.is_available():
+        run["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    done = {p["key"] for p in results["points"] if results["runs"][p["run"]] == run}
+    wanted = [p for p in dict.fromkeys(SETS[args.points]()) if args.only in p.key]
+    missing = [p for p in wanted if p.key not in done][:MOST_POINTS]
+    print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
+    started = time.monotonic()
+    good = True
+    for _, group in groupby(sorted(missing, key=_order), key=lambda p: p.group):
+        points = list(group)
+        if time.monotonic() - started > args.limit_s:
+            print(f"time is up before {points[0].key}; run again to go on", flush=True)
+            break
+        rows = _measured(points, args.ranks, args.limit_s)
+        _add(results, run, rows)
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+        for row in rows:
+            good &= all(row.get("equal", {}).values())
+            print(_line(row), flush=True)
+    return 0 if good else 1
+
+
+def _order(point: Point) -> tuple[str, int]:
+    return str(point.group), point.tokens
+
+
+def _measured(points: list[Point], ranks: int, limit_s: float) -> list[dict[str, Any]]:
+    """A failure of one group is a row that says so, and no reason to lose the others."""
+    old = dict(os.environ)
+    if points[0].link == "no_p2p":
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+    try:
+        return run_group(points, ranks, limit_s)
+    except Exception as error:
+        text = str(error)
+        return [{"key": p.key, "point": p.to_json(), "failed": text[-1500:]} for p in points]
+    finally:
+        os.environ.clear()
+        os.environ.update(old)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.exists():
+        return json.loads(path.read_text())
+    return {"runs": [], "points": []}
+
+
+def _add(results: dict[str, Any], run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Newer rows replace older ones of the same key; runs nobody refers to go."""
+    if run not in results["runs"]:
+        results["runs"].append(run)
+    keys = {row["key"] for row in rows}
+    kept = [p for p in results["points"] if p["key"] not in keys]
+    kept += [{**row, "run": results["runs"].index(run)} for row in rows]
+    results["points"] = kept
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "ms" not in row:
+        return f"{row['key']}: {str(row.get('refused') or row.get('failed'))[-400:]}"
+    ms = "  ".join(f"{name} {value}" for name, value in row["ms"].items())
+    return f"{row['key']}: {ms}  bound {row.get('bound_ms')}  equal {row['equal']}"
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "CPU"
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

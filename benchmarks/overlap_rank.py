@@ -1,0 +1,321 @@
+"""What one rank of `overlap.py` does: compile every schedule, capture it, replay it, compare."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_model import Inputs, build
+from overlap_points import SHAPES, Point
+from threaded import Threaded, recorded
+from torch import Tensor, nn
+
+import dbo_fx
+from dbo_fx.compiled import CompiledProgram
+from dbo_fx.launch import run_ranks
+
+ROUNDS = 15
+EAGER_STEPS = 7
+CHECKS = 3
+# Name in the results -> schedule and microbatches.
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "unsplit": ("sequential", 1),
+    "single_batch_overlap": ("single_batch_overlap", 1),
+    "sequential": ("sequential", 2),
+    "mlp_shared_overlap": ("mlp_shared_overlap", 2),
+    "vllm_high_throughput": ("vllm_high_throughput", 2),
+    "mlp_shared_overlap_3": ("mlp_shared_overlap_3", 3),
+}
+# What must equal what, bit for bit: the same segments on the same microbatches.
+EQUAL = {
+    "single_batch_overlap": "unsplit",
+    "mlp_shared_overlap": "sequential",
+    "vllm_high_throughput": "sequential",
+    "threaded": "sequential",
+}
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One way to run a step, eager or captured.
+
+    Attributes:
+        step: Runs it eagerly on the point's inputs; returns logits.
+        graph: Its CUDA graph, None on CPU.
+        output: What the graph writes.
+    """
+
+    step: Callable[[], Tensor]
+    graph: torch.cuda.CUDAGraph | None = None
+    output: Tensor | None = None
+
+    def run(self) -> Tensor:
+        """One step, by replay if there is a graph."""
+        if self.graph is None:
+            return self.step()
+        self.graph.replay()
+        assert self.output is not None
+        return self.output
+
+
+def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[str, Any]]:
+    """Measure points that share a model; called on every rank.
+
+    Args:
+        rank: This process's rank.
+        points: Points of one group.
+        world: Ranks that the experts are shared among.
+    """
+    point = points[0]
+    if point.link == "host":
+        _imitate_peers(world)
+    device = torch.device("cpu") if point.link == "cpu" else torch.device("cuda", rank)
+    dtype = torch.float32 if point.link == "cpu" else torch.bfloat16
+    model = build(point, device, dtype)
+    found = []
+    with torch.no_grad():
+        compiled = {name: _compile(model, point, name) for name in SCHEDULES}
+        for p in points:
+            try:
+                found.append(_measure(p, model, compiled, device, rank))
+            except (dbo_fx.DboError, torch.OutOfMemoryError) as error:
+                found.append({"key": p.key, "point": p.to_json(), "refused": str(error)[:500]})
+    return found
+
+
+def _imitate_peers(world: int) -> None:
+    """Replace the default group by one that pretends to have R ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+
+def _compile(model: nn.Module, point: Point, name: str) -> Callable[[Tensor], Tensor]:
+    schedule, microbatches = SCHEDULES[name]
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "num_microbatches": microbatches,
+        "transport": point.transport,
+        "verify": "static",
+        "progress": False,
+    }
+    if point.comm_sms is not None:
+        options["comm_sms"] = point.comm_sms
+    if point.carveout is not None:
+        options["matmul_carveout"] = point.carveout
+    return torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)
+
+
+def _measure(
+    point: Point,
+    model: nn.Module,
+    compiled: dict[str, Callable[[Tensor], Tensor]],
+    device: torch.device,
+    rank: int,
+) -> dict[str, Any]:
+    inputs = Inputs(point, model, device, rank)
+    programs: dict[str, CompiledProgram] = {}
+    args: dict[str, tuple[Any, ...]] = {}
+    candidates: dict[str, Candidate] = {}
+    compile_s = {}
+    refused = {}
+    for name, call in compiled.items():
+        started = time.perf_counter()
+        try:
+            programs[name], args[name] = _program(call, inputs)
+        except dbo_fx.DboError as error:
+            refused[name] = str(error)[:300]
+            continue
+        compile_s[name] = round(time.perf_counter() - started, 1)
+        candidates[name] = Candidate(_stepper(programs[name], args[name]))
+    threads = Threaded(programs["single_batch_overlap"])
+    candidates["threaded"] = Candidate(_stepper(threads, args["single_batch_overlap"]))
+    host_us = {name: _host_us(c, inputs) for name, c in candidates.items()}
+    yields = threads.baton.yields // max(1, EAGER_STEPS + 1)
+    if device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+        for candidate in candidates.values():
+            inputs.reset()
+            _capture(candidate, pool, inputs)
+    equal = _compare(candidates, inputs)
+    times = _times_ms(candidates, inputs, device)
+    row: dict[str, Any] = {
+        "key": point.key,
+        "point": point.to_json(),
+        "ms": {name: round(statistics.median(t), 4) for name, t in times.items()},
+        "spread": {
+            name: round((max(t) - min(t)) / statistics.median(t), 3) for name, t in times.items()
+        },
+        "host_us": {name: round(t, 1) for name, t in host_us.items()},
+        "yields": yields,
+        "equal": equal,
+        "compile_s": compile_s,
+        "refused": refused,
+    }
+    row |= _bounds(programs, args, inputs)
+    return row
+
+
+def _program(
+    call: Callable[[Tensor], Tensor], inputs: Inputs
+) -> tuple[CompiledProgram, tuple[Any, ...]]:
+    """Compile, or find what is compiled; and what Dynamo gives the program."""
+    from dbo_fx import backend
+
+    found: list[tuple[CompiledProgram, tuple[Any, ...]]] = []
+    run = CompiledProgram._run
+
+    def spy(self: CompiledProgram, args: tuple[Any, ...]) -> Any:
+        found.append((self, args))
+        return run(self, args)
+
+    CompiledProgram._run = spy  # type: ignore[method-assign]
+    try:
+        inputs.reset()
+        call(inputs.ids)
+    finally:
+        CompiledProgram._run = run  # type: ignore[method-assign]
+    assert len(found) == 1, f"{len(found)} programs ran, {len(backend.compilations())} compiled"
+    return found[0]
+
+
+def _stepper(program: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        result = program(*args)
+        return result[0] if isinstance(result, tuple | list) else result
+
+    return step
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _host_us(candidate: Candidate, inputs: Inputs) -> float:
+    """Host time of an eager step, until everything is enqueued; the device was idle before."""
+    times = []
+    for index in range(EAGER_STEPS + 1):
+        inputs.reset()
+        _synchronize()
+        _barrier()
+        started = time.perf_counter()
+        candidate.step()
+        if index:
+            times.append((time.perf_counter() - started) * 1e6)
+    _synchronize()
+    return statistics.median(times)
+
+
+def _barrier() -> None:
+    if dist.get_backend() != "fake":
+        dist.barrier()
+
+
+def _capture(candidate: Candidate, pool: Any, inputs: Inputs) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            inputs.reset()
+            candidate.step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog thread calls CUDA meanwhile, which a stricter mode takes for an error.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        candidate.output = candidate.step()
+    candidate.graph = graph
+
+
+def _compare(candidates: dict[str, Candidate], inputs: Inputs) -> dict[str, bool]:
+    """New inputs each time; every schedule against the serial run of its microbatches."""
+    equal = dict.fromkeys((n for n in EQUAL if n in candidates), True)
+    for _ in range(CHECKS):
+        inputs.ids.copy_(inputs.fresh())
+        outputs = {}
+        for name, candidate in candidates.items():
+            inputs.reset()
+            outputs[name] = candidate.run().clone()
+        for name in equal:
+            equal[name] &= torch.equal(outputs[name], outputs[EQUAL[name]])
+    return equal
+
+
+def _times_ms(
+    candidates: dict[str, Candidate], inputs: Inputs, device: torch.device
+) -> dict[str, list[float]]:
+    """All candidates in turn, so that slow phases of the machine hit all alike."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for index in range(ROUNDS + 2):
+        for name, candidate in candidates.items():
+            inputs.reset()
+            _synchronize()
+            _barrier()
+            spent = _timed_ms(candidate, device)
+            if index >= 2:
+                times[name].append(spent)
+    return times
+
+
+def _timed_ms(candidate: Candidate, device: torch.device) -> float:
+    if device.type == "cpu":
+        started = time.perf_counter()
+        candidate.run()
+        return (time.perf_counter() - started) * 1e3
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    candidate.run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)
+
+
+def _bounds(
+    programs: dict[str, CompiledProgram], args: dict[str, tuple[Any, ...]], inputs: Inputs
+) -> dict[str, Any]:
+    """What each schedule could reach: its simulation with times measured without any overlap."""
+    bounds, stamped = {}, {}
+    for reference, names in (
+        ("unsplit", ["single_batch_overlap"]),
+        ("sequential", ["mlp_shared_overlap", "vllm_high_throughput"]),
+    ):
+        inputs.reset()
+        measured = programs[reference].measure(args[reference])
+        stamped[reference] = round(measured.stamped_us / 1e3, 4)
+        for name in (reference, *names):
+            if name in programs:
+                program = programs[name].program
+                simulated = dbo_fx.simulate(program, measured.times_for(program))
+                bounds[name] = round(simulated.total_us / 1e3, 4)
+    return {"bound_ms": bounds, "with_stamps_ms": stamped}
+
+
+def run_group(points: Sequence[Point], ranks: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Measure points of one group on fresh processes; every rank's times, the slowest counts."""
+    link = points[0].link
+    world, backend = (1, "gloo") if link == "host" else (ranks, "gloo" if link == "cpu" else "nccl")
+    found = run_ranks(
+        measure_group, world, (list(points), ranks), backend=backend, timeout_s=timeout_s
+    )
+    return [_merge(rows) for rows in zip(*found, strict=True)]
+
+
+def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of all ranks': the slowest rank's times, equal only where all are."""
+    first = dict(rows[0])
+    if any("refused" in row and "ms" not in row for row in rows):
+        return next(row for row in rows if "ms" not in row)
+    for key in ("ms", "host_us"):
+        first[key] = {n: max(row[key][n] for row in rows) for n in first[key]}
+    first["equal"] = {n: all(row["equal"][n] for row in rows) for n in first["equal"]}
+    return first
+
+
+__all__ = ["SCHEDULES", "SHAPES", "recorded", "run_group"]

@@ -1,0 +1,278 @@
+"""DeepEP's high-throughput kernels and V2: rows in any order, on the communication stream.
+
+The program makes its communication stream current; DeepEP forks its own from it and joins it again.
+Neither blocks the host: high throughput is told the worst number of rows, in captured programs and
+in eager ones alike, since the graph's shapes are static; V2 runs without CPU synchronisation. What
+arrives lies where DeepEP allocated it; the program's tensors are made to be it at the recv.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbo_fx.comm import deepep_package, groups
+from dbo_fx.comm.deepep_groups import (
+    check_ranks,
+    check_rows,
+    note_compute_stream,
+    open_buffer,
+    show,
+    wait_for_compute,
+)
+from dbo_fx.comm.expert_layouts import experts_of
+from dbo_fx.comm.pairing import Pair, PairingTransport
+from dbo_fx.errors import CommunicationError
+
+LEAST_BYTES = 1 << 28
+LEAST_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A kernel that runs: what it writes, and what it reads."""
+
+    arrived: tuple[Tensor, ...]
+    held: tuple[Tensor, ...]
+
+
+@dataclass
+class _Rows(PairingTransport):
+    """What both kinds of kernels have in common."""
+
+    def unusable(self) -> str | None:
+        """Why it cannot be used on this machine; None if nothing speaks against it."""
+        why = deepep_package.reason(self.contract.name)
+        return None if why is None else str(why)
+
+    def dispatch(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], pair: Pair, group: str, name: str
+    ) -> Sent:
+        """Launch the kernels of a dispatch.
+
+        Args:
+            inputs: x, scales where x is float8, ids, weights.
+            outputs: What `comm_buffers` gave for them.
+            pair: Gets the handle that the combine needs.
+            group: Name of the process group.
+            name: What to call the operation in errors.
+
+        Returns:
+            What `finish_work` needs.
+
+        Raises:
+            CommunicationError: Types or sizes that the kernels do not take.
+        """
+        *rows, ids, weights = (t.contiguous() for t in inputs)
+        experts, ranks = experts_of(pair.exchange), groups.world_size(group)
+        check_rows(name, rows[0], ids, weights)
+        if experts % ranks:
+            raise CommunicationError(
+                f"{name}: {experts} experts cannot be shared evenly by {ranks} ranks."
+            )
+        wait_for_compute(ids.device)
+        x = tuple(rows) if len(rows) > 1 else rows[0]
+        found, chosen, given = self._dispatch(x, ids, weights, experts, group, pair, name)
+        first = experts // ranks * groups.rank(group)
+        chosen = torch.where(chosen >= 0, chosen + first, -1)
+        arrived = found if isinstance(found, tuple) else (found,)
+        return Sent((*arrived, chosen, given), (*rows, ids, weights))
+
+    def combine(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], pair: Pair, group: str, name: str
+    ) -> Sent:
+        """Launch the kernels of a combine.
+
+        Args:
+            inputs: y.
+            outputs: What `comm_buffers` gave for it.
+            pair: Its dispatch.
+            group: Name of the process group.
+            name: What to call the operation in errors.
+
+        Returns:
+            What `finish_work` needs.
+
+        Raises:
+            CommunicationError: y is not bfloat16.
+        """
+        y = inputs[0].contiguous()
+        if y.dtype != torch.bfloat16:
+            raise CommunicationError(f"{name}: found rows of {y.dtype}, DeepEP wants bfloat16.")
+        wait_for_compute(y.device)
+        return Sent((self._combine(y, pair.handle, group),), (y,))
+
+    def finish_work(self, work: Sent, outputs: Sequence[Tensor], pair: Pair) -> None:
+        """Show what has arrived; the program's wait for the event made it usable.
+
+        Args:
+            work: What the launch returned.
+            outputs: The program's outputs.
+            pair: The pair.
+        """
+        show(outputs, work.arrived)
+
+    def begin(self, group: str) -> None:
+        """Remember the compute stream, and refuse as `PairingTransport` does."""
+        super().begin(group)
+        note_compute_stream()
+
+    @abstractmethod
+    def _dispatch(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        ids: Tensor,
+        weights: Tensor,
+        experts: int,
+        group: str,
+        pair: Pair,
+        name: str,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """Launch; return rows (with scales), ids counted here or -1, weights, all of R*T rows."""
+
+    @abstractmethod
+    def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
+        """Launch; return [T, H]."""
+
+
+@dataclass
+class HighThroughput(_Rows):
+    """DeepEP high throughput within a node."""
+
+    _buffers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    def _dispatch(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        ids: Tensor,
+        weights: Tensor,
+        experts: int,
+        group: str,
+        pair: Pair,
+        name: str,
+    ) -> tuple[Any, Tensor, Tensor]:
+        ranks = check_ranks(name, group, (2, 4, 8))
+        hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
+        buffer = self._buffer(group, hidden, ranks)
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
+        rows, chosen, given, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_worst_tokens=ids.shape[0] * ranks,
+            config=buffer.get_dispatch_config(ranks),
+        )
+        pair.handle = handle, buffer
+        return rows, chosen, given
+
+    def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
+        kept, buffer = handle
+        config = buffer.get_combine_config(groups.world_size(group))
+        found: Tensor = buffer.combine(y, kept, config=config)[0]
+        return found
+
+    def _buffer(self, group: str, hidden: int, ranks: int) -> Any:
+        """The group's Buffer; a wider one beside it when rows are wider, since graphs keep theirs."""
+        width = hidden * 2
+        if group in self._buffers and self._buffers[group][0] >= width:
+            return self._buffers[group][1]
+        deep_ep = deepep_package.load()
+        sms = self.contract.num_sms
+        assert sms is not None
+        deep_ep.Buffer.set_num_sms(sms)
+        kinds = deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config
+        need = max(kind(ranks).get_nvl_buffer_size_hint(width, ranks) for kind in kinds)
+        size = -(-max(need, LEAST_BYTES) // 128) * 128
+        members = groups.process_group(group)
+        buffer = open_buffer(
+            self.contract.name,
+            group,
+            f"{size} bytes",
+            lambda: deep_ep.Buffer(members, size, 0, explicitly_destroy=True),
+        )
+        self._buffers[group] = width, buffer
+        return buffer
+
+
+@dataclass
+class Elastic(_Rows):
+    """DeepEP V2."""
+
+    _buffers: dict[tuple[str, int, int, int, bool], Any] = field(default_factory=dict)
+
+    def _dispatch(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        ids: Tensor,
+        weights: Tensor,
+        experts: int,
+        group: str,
+        pair: Pair,
+        name: str,
+    ) -> tuple[Any, Tensor, Tensor]:
+        tokens, top_k = ids.shape
+        ranks = groups.world_size(group)
+        fp8 = isinstance(x, tuple)
+        hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
+        # Kernels are compiled for it, which takes seconds: not one for every T.
+        most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+        buffer = self._buffer((group, most, hidden, top_k, fp8))
+        found, chosen, given, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_experts=experts,
+            num_max_tokens_per_rank=most,
+            num_sms=self.contract.num_sms,
+            do_cpu_sync=False,
+        )
+        rows = tokens * ranks
+        parts = found if isinstance(found, tuple) else (found,)
+        place = torch.arange(rows, device=ids.device).unsqueeze(1)
+        there = place < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        chosen = chosen[:rows].to(torch.int64)
+        here = there & (chosen >= 0) & (chosen < experts // ranks)
+        pair.handle = handle, buffer, most * ranks
+        return tuple(p[:rows] for p in parts), torch.where(here, chosen, -1), given[:rows]
+
+    def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
+        kept, buffer, rows = handle
+        if y.shape[0] != rows:  # Only for this many does the kernel look how many are there.
+            wide = y.new_empty((rows, y.shape[1]))
+            wide[: y.shape[0]] = y
+            y = wide
+        found: Tensor = buffer.combine(y, kept, num_sms=self.contract.num_sms)[0]
+        return found
+
+    def _buffer(self, key: tuple[str, int, int, int, bool]) -> Any:
+        if key in self._buffers:
+            return self._buffers[key]
+        group, most, hidden, top_k, fp8 = key
+        why = deepep_package.reason(self.contract.name)
+        if why is not None:
+            raise CommunicationError(f"{self.contract.name} cannot be used: {why}")
+        deep_ep = deepep_package.load()
+        members = groups.process_group(group)
+        sizes = f"{most} tokens, H={hidden} K={top_k}{' fp8' if fp8 else ''}"
+        self._buffers[key] = open_buffer(
+            self.contract.name,
+            group,
+            sizes,
+            lambda: deep_ep.ElasticBuffer(
+                members,
+                num_max_tokens_per_rank=most,
+                hidden=hidden,
+                num_topk=top_k,
+                use_fp8_dispatch=fp8,
+                explicitly_destroy=True,
+            ),
+        )
+        return self._buffers[key]

@@ -1,0 +1,283 @@
+"""A measuring device for one GPU without peers: a link as slow as a NIC that takes no SMs.
+
+The group pretends to have peers (torch's "fake" backend), or has one rank. Every peer is taken for
+a copy of this rank: it holds the same tensors. What would come from it goes from this GPU's memory
+to pinned host memory and back, in chunks on two streams, so that both directions of the bus are
+busy at once. As many bytes leave and enter the GPU as over a network. Results are deterministic,
+and those of no real model: never serve with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dbo_fx.comm import groups
+from dbo_fx.comm.poison import poison
+from dbo_fx.contracts import LOOPBACK, Contract
+from dbo_fx.errors import CommunicationError
+
+CHUNK_BYTES = 2 << 20
+CHUNKS = 8  # Pinned chunks in turn; the way out may be this far ahead of the way back.
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one tensor's operation moves: `landing[p]` gets `source` over the link for each peer."""
+
+    source: Tensor
+    landing: tuple[Tensor, ...]
+
+
+def plan(
+    collective: str, source: Tensor, output: Tensor, rank: int, ranks: int
+) -> tuple[Transfer, Tensor | None]:
+    """Say what goes over the link for one tensor.
+
+    Args:
+        collective: A name in `collectives.COLLECTIVES`.
+        source: Contiguous input, rows first.
+        output: Its output.
+        rank: This rank in the group.
+        ranks: R; with one rank its own part goes over the link.
+
+    Returns:
+        The transfer, and for a sum the parts [peers, rows, ...] that it lands in.
+    """
+    part = source if collective == "all_gather" else source.unflatten(0, (ranks, -1))[rank]
+    peers = [p for p in range(ranks) if p != rank] or [rank]
+    if collective == "reduce_scatter_sum":
+        parts = part.new_empty((len(peers), *part.shape))
+        return Transfer(part, tuple(parts.unbind(0))), parts
+    landing = output.unflatten(0, (ranks, -1))
+    return Transfer(part, tuple(landing[p] for p in peers)), None
+
+
+def complete(
+    collective: str, source: Tensor, output: Tensor, parts: Tensor | None, rank: int, ranks: int
+) -> None:
+    """Add what does not go over the link: this rank's own part.
+
+    Args:
+        collective: A name in `collectives.COLLECTIVES`.
+        source: As in `plan`.
+        output: As in `plan`.
+        parts: What `plan` returned for a sum.
+        rank: This rank in the group.
+        ranks: R.
+    """
+    own = source if collective == "all_gather" else source.unflatten(0, (ranks, -1))[rank]
+    if parts is not None:
+        output.copy_(parts[0])
+        for term in (*parts[1:], *([own] if ranks > 1 else [])):
+            output.add_(term)
+    elif ranks > 1:
+        output.unflatten(0, (ranks, -1))[rank].copy_(own)
+
+
+class _Bus:
+    """Two streams and pinned memory of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pinned = torch.empty(CHUNKS, CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def move(self, transfers: Sequence[Transfer]) -> None:
+        """Out and back, ordered behind and before what stands on the current stream."""
+        current = torch.cuda.current_stream()
+        self.out.wait_stream(current)
+        self.back.wait_stream(current)
+        returned: list[torch.cuda.Event] = []
+        for source, landing in _chunks(transfers):
+            host = self.pinned[len(returned) % CHUNKS][: source.numel()]
+            if len(returned) >= CHUNKS:
+                self.out.wait_event(returned[-CHUNKS])
+            with torch.cuda.stream(self.out):
+                host.copy_(source, non_blocking=True)
+                left = self.out.record_event()
+            self.back.wait_event(left)
+            with torch.cuda.stream(self.back):
+                landing.copy_(host, non_blocking=True)
+                returned.append(self.back.record_event())
+        current.wait_stream(self.back)
+        current.wait_stream(self.out)
+
+
+def _chunks(transfers: Sequence[Transfer]) -> list[tuple[Tensor, Tensor]]:
+    """Pieces of at most `CHUNK_BYTES`, as bytes."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for transfer in transfers:
+        sent = _bytes(transfer.source).split(CHUNK_BYTES)
+        for landing in transfer.landing:
+            pieces += zip(sent, _bytes(landing).split(CHUNK_BYTES), strict=True)
+    return [piece for piece in pieces if piece[0].numel()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _refuse_peers(group: str) -> None:
+    if not groups.is_fake(group) and groups.world_size(group) > 1:
+        raise CommunicationError(
+            f"loopback: group {group!r} has {groups.world_size(group)} real ranks, and loopback "
+            "sends nothing to anybody: it measures overlap on one GPU. Use 'nccl' or "
+            "'copy_engine' here; for loopback a group of backend 'fake', or of one rank."
+        )
+
+
+class Loopback:
+    """The link through pinned host memory.
+
+    Attributes:
+        contract: What it promises.
+    """
+
+    contract: Contract = LOOPBACK
+
+    def __init__(self) -> None:
+        """Allocate nothing before a device's first operation."""
+        self._buses: dict[torch.device, _Bus] = {}
+
+    def launch(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
+    ) -> tuple[Tensor, ...]:
+        """Enqueue one operation behind what stands on the current stream.
+
+        Args:
+            inputs: Tensors of this rank, rows first.
+            outputs: Contiguous outputs, one for each input.
+            collective: A name in `collectives.COLLECTIVES`.
+            group: Name of a group without real peers.
+            slot: Not used: outputs are the program's own buffers.
+            name: Not used.
+
+        Returns:
+            The tensors that the copies read or fill, to be held until `finish`.
+
+        Raises:
+            CommunicationError: The group has real peers, or the first operation is captured.
+        """
+        _refuse_peers(group)
+        bus = self._bus(inputs[0].device)
+        rank, ranks = groups.rank(group), groups.world_size(group)
+        sources = tuple(t.contiguous() for t in inputs)
+        planned = [
+            plan(collective, s, o, rank, ranks) for s, o in zip(sources, outputs, strict=True)
+        ]
+        bus.move([transfer for transfer, _ in planned])
+        for source, output, (_, parts) in zip(sources, outputs, planned, strict=True):
+            complete(collective, source, output, parts, rank, ranks)
+        return (*sources, *(parts for _, parts in planned if parts is not None))
+
+    def _bus(self, device: torch.device) -> _Bus:
+        if device not in self._buses:
+            if torch.cuda.is_current_stream_capturing():
+                raise CommunicationError(
+                    f"loopback: no pinned memory for {device} yet, and none can be had under "
+                    "capture: run the program once eagerly first."
+                )
+            self._buses[device] = _Bus(device)
+        return self._buses[device]
+
+    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
+        """Do nothing: the program's wait for the event already made the outputs usable.
+
+        Args:
+            flight: What `launch` returned; the caller lets go of it after this.
+            outputs: The outputs of the launch.
+        """
+
+    def begin(self, group: str) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of the process group.
+        """
+
+    def realign(self, group: str | None) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of a process group; None for all.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LoopbackTwin:
+    """The same results on CPU tensors, hidden until the recv."""
+
+    contract: Contract = LOOPBACK
+
+    def launch(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
+    ) -> tuple[Tensor, ...]:
+        """Compute the results and poison the visible outputs; see `Loopback.launch`.
+
+        Args:
+            inputs: Tensors of this rank, rows first.
+            outputs: Visible outputs, one for each input; poisoned until `finish`.
+            collective: A name in `collectives.COLLECTIVES`.
+            group: Name of a group without real peers.
+            slot: Not used.
+            name: Not used.
+
+        Returns:
+            What `finish` shows.
+
+        Raises:
+            CommunicationError: The group has real peers.
+        """
+        _refuse_peers(group)
+        rank, ranks = groups.rank(group), groups.world_size(group)
+        hidden = []
+        for given, visible in zip(inputs, outputs, strict=True):
+            source = given.contiguous()
+            output = torch.empty_like(visible, memory_format=torch.contiguous_format)
+            transfer, parts = plan(collective, source, output, rank, ranks)
+            for sent, landed in _chunks([transfer]):
+                landed.copy_(sent)
+            complete(collective, source, output, parts, rank, ranks)
+            visible.fill_(poison(visible.dtype))
+            hidden.append(output)
+        return tuple(hidden)
+
+    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
+        """Show what has arrived.
+
+        Args:
+            flight: What `launch` returned.
+            outputs: The visible outputs that were launched with it.
+        """
+        for visible, real in zip(outputs, flight, strict=True):
+            visible.copy_(real)
+
+    def begin(self, group: str) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of the process group.
+        """
+
+    def realign(self, group: str | None) -> None:
+        """Do nothing: no operation depends on those before it.
+
+        Args:
+            group: Name of a process group; None for all.
+        """

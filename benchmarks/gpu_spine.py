@@ -25,7 +25,6 @@ import dbo_fx
 from dbo_fx.demo import build_model
 from dbo_fx.launch import run_ranks
 from dbo_fx.models import DEMO_CONFIG
-from dbo_fx.replay import capture
 
 # transformers looks for torchvision, whose build may not fit torch's.
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
@@ -58,7 +57,9 @@ def rank_main(rank: int) -> list[dict[str, Any]]:
         half = batch // 2
         reference = torch.cat([model(first[:half]), model(first[half:])])
         eager_equal = torch.equal(split(first), reference)
-        replay, serial_replay = capture(split, first), capture(serial, first)
+        replay, serial_replay = (dbo_fx.CudaGraphs(call) for call in (split, serial))
+        for graphs in (replay, serial_replay):
+            graphs.capture([batch], first)
         equal = 0
         for _ in range(REPLAYS):
             new = tokens(batch)

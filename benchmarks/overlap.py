@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 import time
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,7 @@ def main() -> int:
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
     started = time.monotonic()
     good = True
-    for _, group in groupby(sorted(missing, key=_order), key=lambda p: p.group):
-        points = list(group)
+    for points in _grouped(missing):
         if time.monotonic() - started > args.limit_s:
             print(f"time is up before {points[0].key}; run again to go on", flush=True)
             break
@@ -72,8 +70,11 @@ def main() -> int:
     return 0 if good else 1
 
 
-def _order(point: Point) -> tuple[str, int]:
-    return str(point.group), point.tokens
+def _grouped(points: list[Point]) -> list[list[Point]]:
+    groups: dict[Point, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.group, []).append(point)
+    return list(groups.values())
 
 
 def _measured(points: list[Point], ranks: int, limit_s: float) -> list[dict[str, Any]]:

@@ -187,8 +187,18 @@ class Point:
 SIZES = (64, 1024, 8192, 16384)
 
 
+def targets() -> Iterator[Point]:
+    """The cases that splitting is judged by, most telling first."""
+    nic = Point("v2lite", 16384, "nccl", "nic", comm_sms=NIC_CTAS, carveout=8)
+    yield nic
+    yield Point("v2lite", 16384, "copy_engine", "nvlink")
+    yield replace(nic, tokens=8192, experts="all_to_all")
+    yield Point("v2lite", 16384, "nccl", "nvlink")
+
+
 def required() -> Iterator[Point]:
     """The points that performance.md is about, on two GPUs."""
+    yield from targets()
     for transport in ("nccl", "copy_engine"):
         yield Point("v2lite", 16384, transport, "nvlink")
     for carveout in (None, 8, 16):
@@ -242,7 +252,7 @@ def tryout() -> Iterator[Point]:
     yield Point("tiny", 8, "gloo", "cpu", "decode")
 
 
-SETS = {"required": required, "host": host, "grid": grid, "tryout": tryout}
+SETS = {"targets": targets, "required": required, "host": host, "grid": grid, "tryout": tryout}
 
 
 def _kind(tokens: int) -> str:

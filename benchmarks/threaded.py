@@ -20,6 +20,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from torch.utils import _pytree as pytree
 
 from dbo_fx.capture import CapturedGraph, value_of
 from dbo_fx.compiled import CompiledProgram
-from dbo_fx.ir import Action
+from dbo_fx.ir import COMM, Action
 from dbo_fx.passes.halves import argument
 from dbo_fx.passes.schedule import action_of
 from dbo_fx.passes.streams import RECVS, SENDS
 from dbo_fx.runtime import Runtime
+from dbo_fx.sm_limits import matmul_carveout, set_matmul_carveout
 from dbo_fx.symbols import expression
 
 THREADS = 2
@@ -106,7 +108,8 @@ class Threaded:
         self.captured = compiled.captured
         self.baton = Baton()
         self._modules = [_copy(compiled.module, self.baton, i) for i in range(THREADS)]
-        self._share = self._modules[0].runtime
+        self._first: ThreadRuntime = self._modules[0].runtime
+        self._left = compiled.runtime.limits.sharing.left
         self._results: list[Any] = [None] * THREADS
         self._errors: list[BaseException] = []
 
@@ -115,17 +118,33 @@ class Threaded:
         halves = halve(self.captured, args)
         self.baton.begin()
         self._errors.clear()
-        stream = torch.cuda.current_stream() if self._share.is_cuda else None
+        stream = self._streams() if self._first.is_cuda else None
         threads = [
             threading.Thread(target=self._work, args=(i, halves[i], stream)) for i in range(THREADS)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        before = matmul_carveout() if self._left is not None else None
+        if self._left is not None:
+            set_matmul_carveout(self._left)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            if self._left is not None:
+                set_matmul_carveout(before)
         if self._errors:
             raise self._errors[0]
         return pytree.tree_map(lambda *parts: torch.cat(parts), *self._results)
+
+    def _streams(self) -> torch.cuda.Stream:
+        """One communication stream for both threads, as in the program itself."""
+        pools = [module.runtime._streams for module in self._modules]
+        for pool in pools:
+            if COMM not in pool._streams:
+                pool.begin()
+        pools[1]._streams[COMM] = pools[0]._streams[COMM]
+        return torch.cuda.current_stream()
 
     @torch.no_grad()
     def _work(self, thread: int, args: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
@@ -133,8 +152,6 @@ class Threaded:
         try:
             if stream is not None:
                 torch.cuda.set_stream(stream)
-                if thread:  # One communication stream, as in the program itself.
-                    self._modules[1].runtime._streams.update(self._share._streams)
             self._results[thread] = self._modules[thread](*args)
         except BaseException as error:
             self._errors.append(error)
@@ -222,7 +239,9 @@ def _copy(module: GraphModule, baton: Baton, thread: int) -> GraphModule:
     root |= {
         str(n.target): getattr(module, str(n.target)) for n in graph.nodes if n.op == "call_module"
     }
-    root["runtime"] = ThreadRuntime(device, baton, thread)
+    runtime_of = root["runtime"] = ThreadRuntime(device, baton, thread)
+    # The carve-out belongs to the process, and two threads would put each other's back.
+    runtime_of.limits.sharing = replace(module.runtime.limits.sharing, left=None)
     graph.lint()
     return GraphModule(root, graph, class_name="ThreadedProgram")
 

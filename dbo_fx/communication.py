@@ -1,8 +1,8 @@
 """How dispatch and combine look in a captured graph, whatever carries them.
 
-Recognised: the functional ops `dbo_fx::dispatch` / `dbo_fx::combine`, plain or batched, and pairs of a
-`_c10d_functional` launch (all_gather_into_tensor, all_to_all_single, reduce_scatter_tensor) and its
-`wait_tensor`. Model names play no part.
+Recognised: the functional ops `dbo_fx::dispatch` / `dbo_fx::combine`, plain or batched, and pairs
+of a `_c10d_functional` launch (all_gather_into_tensor, all_to_all_single, reduce_scatter_tensor)
+and its `wait_tensor`. Model names play no part.
 """
 
 from __future__ import annotations

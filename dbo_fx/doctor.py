@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from dbo_fx import self_tests
@@ -27,7 +29,7 @@ TESTED = {
     "transformers": ("5.19",),
 }
 PACKAGES = (
-    "torch", "transformers", "numpy", "typer", "rich", "plotly", "depyf", "vllm", "deep_ep",
+    "torch", "transformers", "numpy", "typer", "rich", "plotly", "depyf", "vllm",
     "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12",
 )  # fmt: skip
 # Extra: the packages that it brings.
@@ -38,6 +40,8 @@ EXTRAS = {
     "debug": ("depyf",),
 }
 OLDEST_TORCH = (2, 11)
+DEEPEP_BUILD = "tokenspeed-deepep==2.1.0.post20260801"  # For torch 2.11 and CUDA 13.
+INFINIBAND = Path("/dev/infiniband")
 
 
 def diagnose() -> Diagnosis:
@@ -73,12 +77,23 @@ def _versions() -> list[Finding]:
     ]
     for package in PACKAGES:
         number = installed(package)
-        if number is not None or package in ("torch", "transformers", "vllm", "deep_ep"):
+        if number is not None or package in ("torch", "transformers", "vllm"):
             found.append(_version(package, number, core=package == "torch"))
+    found.append(_deep_ep())
     if (torch := _torch()) is not None:
         for name, number in _of_torch(torch):
             found.append(Finding(name, "ok", number))
     return found
+
+
+def _deep_ep() -> Finding:
+    """The distribution that brings the package deep_ep; it goes by several names."""
+    names = packages_distributions().get("deep_ep", [])
+    if names:
+        return Finding("deep_ep", "ok", f"{names[0]} {version(names[0])}")
+    if find_spec("deep_ep") is not None:
+        return Finding("deep_ep", "untested", "on the path, without a version")
+    return Finding("deep_ep", "missing", "-", f"pip install {DEEPEP_BUILD}")
 
 
 def _version(name: str, number: str | None, *, core: bool = False) -> Finding:
@@ -118,7 +133,7 @@ def _devices() -> list[Finding]:
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         why = "no CUDA device" if torch is None or torch.version.cuda else "torch without CUDA"
-        return [*found, Finding("cuda", "missing", why)]
+        return [*found, Finding("cuda", "missing", why), _infiniband()]
     count = torch.cuda.device_count()
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
@@ -133,7 +148,15 @@ def _devices() -> list[Finding]:
             mend = "" if len(reached) == count - 1 else "see nvidia-smi topo -m"
             state = "ok" if not mend else "missing"
             found.append(Finding(f"peer access of cuda:{one}", state, text, mend))
-    return [*found, *_links(count)]
+    return [*found, *_links(count), _infiniband()]
+
+
+def _infiniband() -> Finding:
+    """What reaches other hosts; within one host nobody needs it."""
+    ports = sorted(p.name for p in INFINIBAND.glob("uverbs*")) if INFINIBAND.exists() else []
+    if ports:
+        return Finding("InfiniBand", "ok", ", ".join(ports))
+    return Finding("InfiniBand", "missing", "no device; one host only", "needed for several hosts")
 
 
 def _links(count: int) -> list[Finding]:
@@ -176,11 +199,38 @@ def _transport(name: str) -> Finding:
     look: dict[str, Callable[[Any], Finding]] = {
         "gloo": _has_gloo,
         "nccl": _has_nccl,
-        "deepep_ll": _has_deepep,
+        "copy_engine": _has_copies,
+        "loopback": _has_copies,
     }
     if name in look:
-        return look[name](torch)
+        finding = look[name](torch)
+        return replace(finding, name=name)
+    return _has_deepep(name) if name.startswith("deepep") else _has_other(name)
+
+
+def _has_other(name: str) -> Finding:
+    """A transport of another package may say itself why it cannot run."""
+    from dbo_fx.comm.protocol import unusable
+    from dbo_fx.errors import CommunicationError
+
+    try:
+        why = unusable("cuda", name)
+    except CommunicationError:
+        why = None
+    if why is not None:
+        return Finding(name, "missing", why, "see the package that brings it")
     return Finding(name, "ok", "registered by another package")
+
+
+def _has_copies(torch: Any) -> Finding:
+    """What needs a device and nothing else."""
+    name = "copies"
+    if torch.version.cuda is None:
+        mend = "install a CUDA build of torch (https://pytorch.org/get-started)"
+        return Finding(name, "missing", "CPU twin only: torch is built for the CPU", mend)
+    if not torch.cuda.is_available():
+        return Finding(name, "missing", "CPU twin only: no CUDA device", "run on a host with GPUs")
+    return Finding(name, "ok", f"{torch.cuda.device_count()} CUDA devices")
 
 
 def _has_gloo(torch: Any) -> Finding:
@@ -201,11 +251,18 @@ def _has_nccl(torch: Any) -> Finding:
     return Finding("nccl", "ok", f"{torch.cuda.device_count()} CUDA devices")
 
 
-def _has_deepep(torch: Any) -> Finding:
-    """Only the CPU twin is part of dbo_fx; DeepEP's own kernels are not used."""
-    there = "the deep_ep package is there, but " if find_spec("deep_ep") is not None else ""
-    text = f"CPU twin for tests; {there}its CUDA kernels are not part of this version"
-    return Finding("deepep_ll", "ok", text, "on GPUs use nccl")
+def _has_deepep(name: str) -> Finding:
+    """The kernels of the deep_ep package; its CPU twin is always there."""
+    from dbo_fx.comm import deepep_package
+
+    why = deepep_package.reason(name)
+    if why is not None:
+        return Finding(name, "missing", f"CPU twin only: {why.found}", why.mend)
+    host = deepep_package.nvshmem()
+    found = deepep_package.distribution()
+    package = "deep_ep" if found is None else " ".join(found)
+    nccl = deepep_package.nccl_version()
+    return Finding(name, "ok", f"{package}, NCCL {nccl}, {host}")
 
 
 def _extra(name: str) -> Finding:

@@ -8,6 +8,7 @@ is checked, and an error names the argument.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,7 +196,10 @@ class Weights:
 
     def __init__(self, calls: Mapping[str, Any]) -> None:
         """Take addresses."""
-        self._entries: list[tuple[dict[str, Any], str, int, str]] = []
+        self._paths: list[str] = []
+        self._holders: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []  # Kept: nothing else may get this memory.
         self.buffers: list[Tensor] = []
         seen: set[int] = set()
         for call in calls.values():
@@ -203,18 +207,18 @@ class Weights:
             if isinstance(original, nn.Module) and id(original) not in seen:
                 seen.add(id(original))
                 self._add(original)
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def _add(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
-            # Looked at in every step: `named_parameters` would take far longer.
             for holder in (module._parameters, module._buffers):
                 for name, tensor in holder.items():
                     if tensor is not None:
-                        path = f"{prefix}.{name}" if prefix else name
-                        self._entries.append((holder, name, tensor.data_ptr(), path))
+                        self._paths.append(f"{prefix}.{name}" if prefix else name)
+                        self._holders.append(holder)
+                        self._names.append(name)
+                        self._tensors.append(tensor)
             self.buffers.extend(t for t in module._buffers.values() if t is not None)
-        # The graphs read this memory: nothing else may get it.
-        self._kept = [holder[name] for holder, name, _, _ in self._entries]
 
     def check(self) -> None:
         """Refuse a weight that has moved.
@@ -222,8 +226,13 @@ class Weights:
         Raises:
             SoundnessError: Names it.
         """
-        for holder, name, address, path in self._entries:
-            tensor = holder.get(name)
+        # Every step does this for every weight, so the loops are those of `map`.
+        now = list(map(dict.get, self._holders, self._names))
+        if all(map(operator.is_, now, self._tensors)):
+            places = list(map(Tensor.data_ptr, self._tensors))
+            if places == self._addresses:
+                return
+        for path, tensor, address in zip(self._paths, now, self._addresses, strict=True):
             if tensor is None or tensor.data_ptr() != address:
                 where = "nowhere" if tensor is None else f"at {tensor.data_ptr():#x}"
                 raise SoundnessError(

@@ -71,10 +71,8 @@ def program_of_actions(
     steps = [*_unsynchronised(actions, contract)]
     if microbatches > 1:
         steps.append(Merge(COMP))
-    if contract.sinks:
-        bare = Program(name, microbatches, layers, contract.name, tuple(steps))
-        steps = _sunk(bare, contract)
-    steps = _with_slots(steps, contract.slots)
+    bare = Program(name, microbatches, layers, contract.name, tuple(steps))
+    steps = _with_slots(_sunk(bare, contract), contract.slots)
     bare = Program(name, microbatches, layers, contract.name, tuple(steps))
     return replace(bare, steps=tuple(_Events(bare, contract).steps()))
 
@@ -87,12 +85,30 @@ def _unsynchronised(actions: Iterable[Action], contract: Contract) -> Iterator[R
             yield Keepalive(COMP, action.communication)
 
 
+def sunk_actions(
+    actions: Iterable[Action], layers: int, microbatches: int, contract: Contract
+) -> tuple[Action, ...]:
+    """Actions with the recvs where they stand in a program over a transport.
+
+    Args:
+        actions: Bound actions, halves in order.
+        layers: How many MoE layers they name.
+        microbatches: How many microbatches they name.
+        contract: The transport's.
+    """
+    steps = [*_unsynchronised(actions, contract), Merge(COMP)]
+    bare = Program("actions", microbatches, layers, contract.name, tuple(steps))
+    return tuple(step.action for step in _sunk(bare, contract) if isinstance(step, Run))
+
+
 def _sunk(program: Program, contract: Contract) -> list[Step]:
     """Every recv and its keepalive right before the first use of what it brings.
 
     What the pass `sinking` does: at most to the next send of its flight, and to the next send at
     all where the contract limits what is in flight; never between A0 and A1 that stand together.
     """
+    if not contract.sinks:
+        return list(program.steps)
     steps, model = program.steps, PhaseModel(program)
     is_limited = contract.max_in_flight is not None or contract.slots is not None
     sunk: defaultdict[int, list[Step]] = defaultdict(list)

@@ -67,9 +67,7 @@ def measure(
     assert isinstance(runtime, StampedRuntime)
     written = _Written(compiled, args)
     with torch.no_grad(), written.kept():
-        runs = [
-            _Run(program, args, written, is_graph=is_graph) for program in (compiled, stamped)
-        ]
+        runs = [_Run(program, args, written, is_graph=is_graph) for program in (compiled, stamped)]
         for run in runs:
             run.prepare()
         spans = []

@@ -72,7 +72,7 @@ class PoisonOnFree(torch.nn.Module):
             return node.target(*args, **kwargs)  # type: ignore[operator]
         result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.target == "use" and self.on_stream is not None:
-            self.on_stream(args[1])
+            self.on_stream(str(args[1]))
         return result
 
 

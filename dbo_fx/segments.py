@@ -89,14 +89,15 @@ class _Symbols:
 
     Attributes:
         mode: The fake mode.
-        old: The captured graph's symbols, in the core's order.
+        old: The captured graph's symbols, in the core's order; or a quotient of one (`s * 5 // 4`)
+            where the core's inputs show nothing else of it.
         new: The core's symbols.
         sizes: The core's symbols as sizes.
         size: Makes a size of an expression over the new symbols.
     """
 
     mode: FakeTensorMode
-    old: tuple[sympy.Symbol, ...]
+    old: tuple[sympy.Expr, ...]
     new: tuple[sympy.Symbol, ...]
     sizes: tuple[Any, ...]
     size: Callable[[sympy.Expr], Any]
@@ -104,12 +105,13 @@ class _Symbols:
     @classmethod
     def of(cls, nodes: Sequence[Node], results: Sequence[torch.Tensor]) -> _Symbols:
         values = [*map(value_of, nodes), *results]
-        old = tuple(dict.fromkeys(s for v in values for s in _ordered_symbols(v)))
+        free = dict.fromkeys(s for v in values for s in _ordered_symbols(v))
+        old = tuple(dict.fromkeys(x for s in free for x in _seen_sizes(s, nodes, values)))
         env = next((m.shape_env for v in values if (m := fake_mode_of(v)) is not None), None)
         facts, guards = [], []
         if old:
             assert env is not None
-            known = [symbol_facts(env, s) for s in old]
+            known = [_facts(env, s) for s in old]
             for index, (symbol, fact) in enumerate(zip(old, known, strict=True)):
                 if fact is None:
                     raise UnsupportedGraphError(f"size {symbol} is of an unknown kind")
@@ -159,7 +161,7 @@ class Artifact:
         backend: What compiled it.
         symbols: Its size symbols.
         rules: What the compiler assumed about them.
-        written: Positions of the arguments that it writes.
+        aligned: Positions of the arguments that it writes and assumes to be aligned.
         results: Shapes and strides of what it returns, over the symbols.
     """
 
@@ -168,22 +170,25 @@ class Artifact:
     backend: str
     symbols: tuple[sympy.Symbol, ...]
     rules: tuple[sympy.Basic, ...]
-    written: tuple[int, ...]
+    aligned: tuple[int, ...]
     results: tuple[tuple[torch.dtype, tuple[sympy.Expr, ...], tuple[sympy.Expr, ...]], ...]
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def function(self) -> Run:
         """The core as a function: it checks each size once, and written inputs every time."""
         run, seen, count = self.run, self.seen, len(self.symbols)
-        written = tuple(count + i for i in self.written)
+        aligned = tuple(count + i for i in self.aligned)
 
         def core(*arguments: Any) -> Sequence[Any]:
-            for index in written:
+            for index in aligned:
                 if arguments[index].data_ptr() % ALIGNMENT and arguments[index].is_cuda:
                     self._misaligned(index - count)
-            if arguments[:count] in seen:
-                return run(*arguments)
-            return self._first(arguments)
+            try:
+                if arguments[:count] in seen:
+                    return run(*arguments)
+                return self._first(arguments)
+            except AssertionError as error:  # Inductor's code compares sizes and strides.
+                raise self._wrong(str(error)) from error
 
         return core
 
@@ -225,7 +230,7 @@ class Artifact:
 
     def _wrong(self, what: str) -> VerificationError:
         return VerificationError(
-            f"{self.name} as {self.backend} compiled it: {what}. What follows relies on it. "
+            f"{self.name} as {self.backend} compiled it: {what}. What is compiled relies on it. "
             "Compile with segment_backend='eager', and report the backend."
         )
 
@@ -270,7 +275,8 @@ def _compile(
         )
         for r in core.results
     )
-    return Artifact(run, name, backend, symbols.new, rules, core.written, results)
+    aligned = tuple(i for i in core.written if not values[i].storage_offset())
+    return Artifact(run, name, backend, symbols.new, rules, aligned, results)
 
 
 def _bare(graph: Graph, inputs: list[Node], values: list[Any], sizes: Sequence[Any]) -> Graph:
@@ -299,7 +305,7 @@ def _key(graph: Graph, backend: str, values: Sequence[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _call(core: Core, symbols: Sequence[sympy.Symbol], artifact: Artifact) -> None:
+def _call(core: Core, symbols: Sequence[sympy.Expr], artifact: Artifact) -> None:
     """Put the artifact in the place of the outer graph's stand-in."""
     assert core.call is not None
     given = [a for a in core.call.args if isinstance(a, Node)]
@@ -311,21 +317,59 @@ def _call(core: Core, symbols: Sequence[sympy.Symbol], artifact: Artifact) -> No
     core.outer.erase_node(core.call)
 
 
-def _size(outer: Graph, symbol: sympy.Symbol, given: Sequence[Node]) -> Node:
+def _size(outer: Graph, symbol: sympy.Expr, given: Sequence[Node]) -> Node:
     """The value of a size symbol: an argument, or read off a tensor's shape."""
     for node in given:
         if isinstance(value_of(node), torch.SymInt) and expression(value_of(node)) == symbol:
             return node
+    found = _shown(symbol, given)
+    if found is not None:
+        return outer.call_function(size_in, found)
+    raise UnsupportedGraphError(
+        f"a segment's sizes follow {symbol}, but no input of it is a multiple of {symbol} long. "
+        "Compile with segment_backend='eager'."
+    )
+
+
+def _shown(symbol: sympy.Expr, given: Sequence[Node]) -> tuple[Node, int, int] | None:
+    """A tensor, a dim of it, and of how many times the symbol that dim is."""
     for node in given:
         value = value_of(node)
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             times = coefficient(expression(size), symbol)
             if times is not None and times > 0:
-                return outer.call_function(size_in, (node, dim, times))
-    raise UnsupportedGraphError(
-        f"a segment's sizes follow {symbol}, but no input of it is a multiple of {symbol} long. "
-        "Compile with segment_backend='eager'."
-    )
+                return node, dim, times
+    return None
+
+
+def _seen_sizes(
+    symbol: sympy.Symbol, given: Sequence[Node], values: Sequence[Any]
+) -> tuple[sympy.Expr, ...]:
+    """The symbol; or quotients of it, if the inputs show only these and all sizes follow them."""
+    passed = [value_of(n) for n in given]
+    direct = any(isinstance(v, torch.SymInt) and expression(v) == symbol for v in passed)
+    if direct or _shown(symbol, given) is not None:
+        return (symbol,)
+    numbers = [expression(n) for v in values for n in _numbers(v)]
+    parts = {a for n in numbers for a in n.atoms(sympy.Function) if symbol in a.free_symbols}
+    shown = sorted((a for a in parts if _shown(a, given) is not None), key=str)
+    hidden = {a: sympy.Dummy() for a in shown}
+    if any(symbol in n.xreplace(hidden).free_symbols for n in numbers):
+        return (symbol,)
+    return tuple(shown)
+
+
+def _facts(env: Any, size: sympy.Expr) -> SymbolFacts | None:
+    """What is known of a symbol, or of a quotient, which grows with its symbols."""
+    if isinstance(size, sympy.Symbol):
+        return symbol_facts(env, size)
+    parts = {s: symbol_facts(env, s) for s in size.free_symbols}
+    if any(f is None or f.lower is None for f in parts.values()):
+        return None
+    lower = int(size.subs({s: f.lower for s, f in parts.items() if f is not None}))
+    hints = {s: f.hint for s, f in parts.items() if f is not None and f.hint is not None}
+    hint = int(size.subs(hints)) if len(hints) == len(parts) else None
+    return SymbolFacts("", "positive" if lower > 0 else "nonnegative", lower, None, hint)
 
 
 def size_in(tensor: torch.Tensor, dim: int, times: int) -> int:
@@ -334,9 +378,13 @@ def size_in(tensor: torch.Tensor, dim: int, times: int) -> int:
 
 
 def _ordered_symbols(value: Any) -> Iterator[sympy.Symbol]:
-    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-    for number in numbers:
+    for number in _numbers(value):
         yield from sorted(free_symbols(number), key=str)
+
+
+def _numbers(value: Any) -> tuple[Any, ...]:
+    sized = isinstance(value, torch.Tensor)
+    return (*value.shape, *value.stride()) if sized else (value,)
 
 
 def _misalignment(value: torch.Tensor) -> int:

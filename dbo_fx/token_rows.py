@@ -133,18 +133,24 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to all leaves, within dataclasses too, which are no containers to pytree."""
 
     def leaf(item: Any) -> Any:
-        if not dataclasses.is_dataclass(item) or isinstance(item, type):
+        if isinstance(item, Tensor | type) or not dataclasses.is_dataclass(item):
             return function(item)
         inner = {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if f.init}
-        return dataclasses.replace(item, **{n: mapped(function, v) for n, v in inner.items()})
+        changes = {n: mapped(function, v) for n, v in inner.items()}
+        return dataclasses.replace(item, **changes)  # type: ignore[type-var]  # no type: see above
 
     return pytree.tree_map(leaf, value)
 
 
 def leaves(value: Any) -> list[Any]:
-    """All leaves that `mapped` visits."""
+    """All leaves that `mapped` visits, in its order."""
     found: list[Any] = []
-    mapped(lambda item: found.append(item) or item, value)  # type: ignore[func-returns-value]
+    for item in pytree.tree_leaves(value):
+        if isinstance(item, Tensor | type) or not dataclasses.is_dataclass(item):
+            found.append(item)
+        else:
+            fields = [f for f in dataclasses.fields(item) if f.init]
+            found += leaves([getattr(item, f.name) for f in fields])
     return found
 
 

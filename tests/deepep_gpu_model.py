@@ -106,9 +106,11 @@ class GpuMoe(nn.Module):
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same in float32 with all experts here; the rows as they travel."""
         for layer in range(self.layers):
-            q, k, v = F.linear(x.float(), self.get("qkv", layer).float()).view(
-                -1, 3, HEADS, H // HEADS
-            ).unbind(1)
+            q, k, v = (
+                F.linear(x.float(), self.get("qkv", layer).float())
+                .view(-1, 3, HEADS, H // HEADS)
+                .unbind(1)
+            )
             h = x.float() + F.scaled_dot_product_attention(q, k, v).flatten(1)
             h2 = h / h.square().mean(-1, keepdim=True).sqrt()
             sent = h2.bfloat16()

@@ -63,6 +63,7 @@ def test_a_schema_is_valid_and_named_after_its_command(command):
         (["show", "sequential"], 0),
         (["show", "sequential", "--layers", "3", "--microbatches", "3"], 0),
         (["show", PROGRAM], 0),
+        (["show", "mlp_shared_overlap", "--times", str(GOLDEN / "times.json")], 0),
         (["show", "--progress", str(GOLDEN / "hang")], 0),
         (["explain", "mlp_shared_overlap", "--layers", "3"], 0),
         (["explain", PROGRAM, "--layer", "0"], 0),

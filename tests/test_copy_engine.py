@@ -22,7 +22,7 @@ from dbo_fx.comm.loopback import CHUNK_BYTES, Loopback
 from dbo_fx.comm.protocol import begin_region
 from dbo_fx.errors import CommunicationError
 from rank_pool import RankPool
-from small_moe import PlainMoe, fake_ranks, one_rank, rows
+from small_moe import PlainMoe, fake_ranks, one_rank, rows, run_passes, traced_model
 
 T, H, R = 3, 4, 2
 OPS = torch.ops.dbo_fx
@@ -323,6 +323,21 @@ def test_a_compiled_program_runs_over_loopback() -> None:
             assert result.isfinite().all()
             torch._dynamo.reset()
             assert torch.equal(result, again(x))
+
+
+@pytest.mark.parametrize("transport", [CE, "loopback"])
+@pytest.mark.parametrize("schedule", ["mlp_shared_overlap", "sequential"])
+def test_sunk_recvs_find_what_an_unsunk_program_finds(transport: str, schedule: str) -> None:
+    """Outputs hold poison until their recv, so one that had sunk too far would show."""
+    results = []
+    for carrier in (transport, "gloo"):
+        with one_rank():
+            trace = traced_model(PlainMoe, 3, 1)
+            module = run_passes(trace.fresh(), "emit", schedule, transport=carrier).module
+            assert module is not None
+            with torch.no_grad():
+                results.append(module(*trace.args(10)))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("transport", [CE, "loopback"])

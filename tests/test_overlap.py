@@ -34,6 +34,7 @@ from dbo_fx.ir import (
 from generated import case, contracts
 
 TRANSPORTS = sorted(CONTRACTS)
+TOLD = ("gloo", "nccl", "deepep_ll")
 
 
 def program(schedule: str, layers: int, transport: str) -> Program:
@@ -42,7 +43,9 @@ def program(schedule: str, layers: int, transport: str) -> Program:
     steps: list[Step] = []
     arrived: dict[Action, int] = {}
     events = itertools.count()
-    for action in bind(schedules.load(schedule), layers, 2):
+    order = schedules.load(schedule)
+    count = order.num_microbatches or 2
+    for action in bind(order, layers, count):
         whole = action.communication
         if contract.send_stream == contract.recv_stream:
             steps.append(Run(COMP, action))
@@ -56,7 +59,7 @@ def program(schedule: str, layers: int, transport: str) -> Program:
             steps.append(Run(COMP, action))
         if action.half is Half.RECV:
             steps.append(Keepalive(COMP, whole))
-    return Program(schedule, 2, layers, transport, (*steps, Merge(COMP)))
+    return Program(schedule, count, layers, transport, (*steps, Merge(COMP)))
 
 
 def report_of(steps: Program) -> OverlapReport:
@@ -104,11 +107,11 @@ def test_what_is_beside_is_what_the_lanes_show(schedule: str, layers: int, trans
     report = report_of(bound)
     found = {o.communication: [b.action for b in o.beside] for o in report.overlaps}
     assert found == dict(shown)
-    assert len(report.overlaps) == 4 * layers
+    assert len(report.overlaps) == 2 * bound.microbatches * layers
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("schedule", schedules.names())
+@pytest.mark.parametrize("transport", TOLD)
+@pytest.mark.parametrize("schedule", ["mlp_shared_overlap", "sequential"])
 def test_the_report_of_four_layers(
     schedule: str, transport: str, golden: Callable[[str, str], None]
 ) -> None:
@@ -396,7 +399,7 @@ def test_actions_of_other_periods_are_left_out() -> None:
         assert {p.action.layer for p in overlap.prevented} <= near
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TOLD)
 @pytest.mark.parametrize("schedule", schedules.names())
 def test_the_work_is_linear_in_layers(
     schedule: str, transport: str, monkeypatch: pytest.MonkeyPatch

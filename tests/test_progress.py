@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dbo_fx import compilations, schedules
+from dbo_fx import CudaGraphs, compilations, schedules
 from dbo_fx.backend import compile_captured
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.counters import DeviceCounters
@@ -38,7 +38,6 @@ from dbo_fx.options import Options
 from dbo_fx.progress import Place, Progress, parse_progress, read_progress
 from dbo_fx.progress_picture import diagnose, picture
 from dbo_fx.rank_process import Setup, rank_main, rendezvous
-from dbo_fx.replay import capture
 from dbo_fx.tag import tag_of
 from dbo_fx.watchdog import Watchdog
 from rank_pool import RankPool
@@ -748,6 +747,13 @@ def cuda_model(rank: int, **options: Any) -> tuple[Any, torch.Tensor]:
     x = rows(6, seed=rank).to("cuda")
     torch._dynamo.mark_dynamic(x, 0)
     return torch.compile(model, backend="dbo_fx", fullgraph=True, options=given), x
+
+
+def capture(compiled: Any, x: torch.Tensor) -> CudaGraphs:
+    """One graph of the whole call."""
+    graphs = CudaGraphs(compiled)
+    graphs.capture([x.shape[0]], x)
+    return graphs
 
 
 def run_replays(rank: int) -> tuple[list[int], list[bool], bool]:

@@ -166,7 +166,7 @@ def test_fixtures_and_documented_tests(pytester: pytest.Pytester) -> None:
 
 def test_the_documented_failure_is_what_it_says() -> None:
     with pytest.raises(AssertionError) as caught:
-        assert_overlaps(SHIPPED, comm="D m1", compute="S m0", layer=1)
+        assert_overlaps(SHIPPED, comm="D m0", compute="S m0", layer=1)
     assert f"```text\n{caught.value}\n```" in DOCUMENT.read_text(encoding="utf-8")
 
 
@@ -184,7 +184,7 @@ def test_a_broken_schedule_of_the_example_fails_with_its_lanes(pytester: pytest.
     shutil.copytree(EXAMPLE, pytester.path, dirs_exist_ok=True)
     file = pytester.path / "shared_with_dispatch.dbo"
     text = file.read_text(encoding="utf-8")
-    broken = text.replace("D_0.send S_1 MLP_1 D_0.recv", "D_0.send MLP_1 D_0.recv S_1")
+    broken = text.replace("S_1 MLP_1 D_0.recv C_1.send MLP_0", "MLP_1 D_0.recv C_1.send MLP_0 S_1")
     assert broken != text
     file.write_text(broken, encoding="utf-8")
     output = run_pytest(pytester, "tests/test_schedule.py")
@@ -193,7 +193,7 @@ def test_a_broken_schedule_of_the_example_fails_with_its_lanes(pytester: pytest.
     shown = [line[2:].strip() for line in output.splitlines() if line.startswith("E ")]
     lane = next(n for n, line in enumerate(shown) if line.startswith("comm ") and "D_m1@0" in line)
     assert set(shown[lane + 1]) <= {" ", "^"}
-    assert "moved S_1 later, across MLP_1 D_0.recv" in output
+    assert "moved S_1 later, across MLP_1 D_0.recv C_1.send MLP_0" in output
 
 
 @pytest.mark.parametrize(

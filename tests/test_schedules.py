@@ -258,7 +258,9 @@ def test_a_file_loads_by_its_path(tmp_path: Path):
 
 
 def test_unknown_name_lists_the_names():
-    with pytest.raises(ScheduleError, match="'nope'; there are mlp_shared_overlap, .*, vllm_.*; or"):
+    with pytest.raises(
+        ScheduleError, match=r"'nope'; there are mlp_shared_overlap, .*, vllm_.*; or"
+    ):
         load("nope")
 
 

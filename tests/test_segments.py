@@ -21,8 +21,7 @@ from dbo_fx.options import Options
 from dbo_fx.segment_compilers import check_backend
 from dbo_fx.segment_core import core_of
 from dbo_fx.segments import Artifact, CompiledSegment, artifacts, body_of, clear_artifacts
-from graphs import captured
-from small_moe import CachedMoe, H, PlainMoe, fake_ranks, one_rank, rows, traced_model
+from small_moe import CachedMoe, H, PlainMoe, one_rank, rows, traced_model
 
 aten = torch.ops.aten
 COUNTED: list[GraphModule] = []
@@ -344,7 +343,7 @@ def test_a_written_input_that_would_be_copied_is_refused() -> None:
     artifact = Artifact(lambda *args: (), "segment_1", "inductor", (), (), (1,), ())
     core = artifact.function()
     core(Place(8), Place(32))
-    with pytest.raises(VerificationError, match="argument 1 .* multiple of 16 bytes"):
+    with pytest.raises(VerificationError, match=r"argument 1 .* multiple of 16 bytes"):
         core(Place(0), Place(40))
 
 

@@ -45,6 +45,13 @@ PARTS = [
     ("dbo_fx/torch_trace.py", "torch._dynamo.convert_frame", "register_bytecode_hook"),
     ("dbo_fx/torch_trace.py", "torch._guards", "CompileContext.try_get"),
     ("dbo_fx/capture.py", "torch._dynamo", "mark_dynamic"),
+    # Without CUDA both are placeholders that `torch.cuda.memory` puts there.
+    ("dbo_fx/graph_device.py", "torch._C", "_cuda_endAllocateToPool"),
+    ("dbo_fx/graph_device.py", "torch._C", "_cuda_releasePool"),
+    ("dbo_fx/graph_device.py", "torch.cuda", "CUDAGraph.capture_begin"),
+    ("dbo_fx/graph_device.py", "torch.cuda", "CUDAGraph.capture_end"),
+    ("dbo_fx/graph_device.py", "torch.cuda", "CUDAGraph.reset"),
+    ("dbo_fx/token_rows.py", "torch._dynamo", "OptimizedModule"),
     ("dbo_fx/capture.py", "torch._dynamo", "reset"),
     ("passes/normalize.py", "torch", "sym_max"),
     ("passes/normalize.py", "torch", "sym_min"),
@@ -74,6 +81,19 @@ def test_ops(user: str, name: str) -> None:
     namespace, op = name.split("::")
     found = hasattr(getattr(torch.ops, namespace), op)
     assert found, f"torch {torch.__version__} has no op {name} any more; {user} knows it"
+
+
+def test_the_parts_of_modules_and_tensors_that_graphs_look_at() -> None:
+    model = torch.nn.Linear(2, 2)
+    moved = f"torch {torch.__version__} moved it; dbo_fx/graph_inputs.py, graphs.py use it"
+    assert set(model._parameters) == {"weight", "bias"}, moved
+    assert model._buffers == {}, moved
+    x = torch.zeros(2)
+    before = x._version
+    x.view(2)[0].add_(1)
+    assert x._version > before, moved
+    function = hidden
+    assert torch.compile(function, backend="eager")._torchdynamo_orig_callable is function, moved
 
 
 # symbols.py on a graph: x [s, 8] is split, y is [s * 2, 8].

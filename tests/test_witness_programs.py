@@ -276,7 +276,7 @@ def test_a_recv_that_does_not_wait_is_seen_by_what_it_reads() -> None:
     good = program(contract=NCCL)
 
     def drop(steps: list[Step]) -> None:
-        del steps[at(steps, "comp  wait e1")]
+        del steps[at(steps, "comp  wait e2")]
 
     assert "D_m0.recv@0 on rank 0 runs before its send" in unsafe(edited(good, drop))
 

@@ -9,13 +9,19 @@ DeepEP does and is there for correctness: as reference, as twin, and where no De
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dbo_fx.comm import groups
+from dbo_fx.comm.buffers import buffers
 from dbo_fx.comm.expert_layouts import Batched, batched, quantised
 from dbo_fx.comm.poison import poison
+
+if TYPE_CHECKING:
+    from dbo_fx.comm.protocol import Transport
 
 # (collective, input) -> output, complete.
 Exchange = Callable[[str, Tensor], Tensor]
@@ -95,3 +101,47 @@ def _combine(
     rows = torch.where(chosen.unsqueeze(-1), y.gather(1, index).float(), 0)
     partial = (rows * factor.unsqueeze(-1)).sum(0)
     return do("reduce_scatter_sum", partial).to(y.dtype)
+
+
+@dataclass(slots=True)
+class ByCollectives:
+    """A batched exchange over a transport that carries collectives only."""
+
+    carrier: Transport
+    group: str
+    slot: int | None
+    name: str
+    hidden: list[Tensor] = field(default_factory=list)
+
+    def launch(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: str
+    ) -> ByCollectives:
+        """Run it; on CUDA in stream order, on CPU to its end, hidden until it is received."""
+        found = run(exchange, inputs, self.group, self.collective)
+        if inputs[0].is_cuda:
+            for output, value in zip(outputs, found, strict=True):
+                output.copy_(value)
+            return self
+        self.hidden = found
+        for output in outputs:
+            output.fill_(poison(output.dtype))
+        return self
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """Show what has arrived."""
+        for output, value in zip(outputs, self.hidden, strict=False):
+            output.copy_(value)
+
+    def collective(self, collective: str, source: Tensor) -> Tensor:
+        """Run one collective to its end, in stream order on CUDA."""
+        outputs = buffers([source], collective, self.group)
+        launched = self.carrier.launch(
+            [source], outputs, collective, self.group, self.slot, self.name
+        )
+        self.carrier.finish(launched, outputs)
+        return outputs[0]
+
+
+def carries_batched(carrier: Transport) -> bool:
+    """Whether the transport has kernels for the batched layout, or imitates them."""
+    return "collectives" not in carrier.contract.carries

@@ -276,9 +276,9 @@ class LowLatency:
             return found
         if found is not None:
             raise CommunicationError(
-                f"{name}: found {shape}, but the low-latency Buffer of group {group!r} was made for "
-                f"{found.shape}, and two shapes cannot share one. Give all layers one max_tokens, "
-                "or give them groups of their own."
+                f"{name}: found {shape}, but the low-latency Buffer of group {group!r} was made "
+                f"for {found.shape}, and two shapes cannot share one. Give all layers one "
+                "max_tokens, or give them groups of their own."
             )
         ranks = groups.world_size(group)
         check_shape(name, shape, top_k, ranks)

@@ -180,7 +180,7 @@ class HighThroughput(_Rows):
         return found
 
     def _buffer(self, group: str, hidden: int, ranks: int) -> Any:
-        """The group's Buffer; a wider one beside it when rows are wider, since graphs keep theirs."""
+        """The group's Buffer; for wider rows a wider one beside it, since graphs keep theirs."""
         width = hidden * 2
         if group in self._buffers and self._buffers[group][0] >= width:
             return self._buffers[group][1]

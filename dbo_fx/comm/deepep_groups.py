@@ -34,8 +34,8 @@ def open_buffer(transport: str, group: str, sizes: str, make: Callable[[], Any])
     """
     if torch.cuda.is_current_stream_capturing():
         raise CommunicationError(
-            f"{transport}, group {group!r}: a Buffer for {sizes} does not exist yet, and making one "
-            "is a rendezvous of all ranks, which cannot be captured. Run the program once with "
+            f"{transport}, group {group!r}: a Buffer for {sizes} does not exist yet, and making "
+            "one is a rendezvous of all ranks, which cannot be captured. Run the program once with "
             "these sizes before the capture."
         )
     from dbo_fx.agree import compare_over_store  # It imports `comm`.

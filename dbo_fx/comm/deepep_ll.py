@@ -26,10 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dbo_fx.comm import batched, collectives, groups
+from dbo_fx.comm import groups
+from dbo_fx.comm.batched import ByCollectives
 from dbo_fx.comm.expert_layouts import kind_of
 from dbo_fx.comm.gloo import GlooReference
-from dbo_fx.comm.poison import poison
 from dbo_fx.contracts import DEEPEP_LL, Contract
 from dbo_fx.errors import CommunicationError
 
@@ -37,13 +37,6 @@ _REALIGN = (
     "A step that fails half-way leaves the index where it stopped: call "
     "dbo_fx.comm.abandon_in_flight() on every rank before the next step."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Batched:
-    """What a batched exchange will show when it is received."""
-
-    hidden: tuple[Tensor, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +156,8 @@ class LowLatencyTwin:
         if kind_of(collective) == "rows":
             raise CommunicationError(f"{name}: {self.contract.name} carries no {collective}.")
         if kind_of(collective) == "batched":
-            carried: Any = self._batched(inputs, outputs, collective, group, name)
+            run = ByCollectives(self._carrier, group, None, name)
+            carried: Any = run.launch(inputs, outputs, collective)
         else:
             carried = self._carrier.launch(inputs, outputs, collective, group, None, name)
         operation = _Operation(name, buffer.index, carried)
@@ -186,34 +180,10 @@ class LowLatencyTwin:
         if self.contract.max_in_flight is not None:
             flight.buffer.receive(flight.operation)
         carried = flight.operation.carried
-        if not isinstance(carried, _Batched):
+        if isinstance(carried, ByCollectives):
+            carried.finish(outputs)
+        else:
             self._carrier.finish(carried, outputs)
-            return
-        for output, value in zip(outputs, carried.hidden, strict=True):
-            output.copy_(value)
-
-    def _batched(
-        self,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        exchange: str,
-        group: str,
-        name: str,
-    ) -> _Batched:
-        """Run a batched exchange to its end, hidden, and poison what can be seen of it."""
-
-        def do(collective: str, source: Tensor) -> Tensor:
-            ranks = groups.world_size(group)
-            rows = collectives.output_rows(collective, source.shape[0], ranks)
-            found = source.new_empty((rows, *source.shape[1:]))
-            launched = self._carrier.launch([source], [found], collective, group, None, name)
-            self._carrier.finish(launched, [found])
-            return found
-
-        hidden = batched.run(exchange, inputs, group, do)
-        for output in outputs:
-            output.fill_(poison(output.dtype))
-        return _Batched(tuple(hidden))
 
     def begin(self, group: str) -> None:
         """Refuse to start a region over a Buffer that is not at slot 0, or not received.

@@ -11,6 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,7 +111,7 @@ def _libraries(mode: str) -> Reason | None:
         return Reason(f"{NVSHMEM} is not found", "pip install nvidia-nvshmem-cu13")
     if mode == "deepep_v2" and (missing := missing_symbols()):
         return Reason(
-            f"the loaded NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} has no "
+            f"the loaded NCCL {nccl_version()} has no "
             f"{', '.join(missing)}",
             "pip install 'nvidia-nccl-cu13>=2.30'",
         )
@@ -126,9 +127,15 @@ def nvshmem() -> Path | None:
     return None
 
 
+def nccl_version() -> str:
+    """The NCCL that torch has loaded."""
+    nccl: Any = torch.cuda.nccl
+    return ".".join(map(str, nccl.version()))
+
+
 def missing_symbols() -> list[str]:
     """What V2 needs of NCCL, and the library that this process has loaded does not have."""
-    torch.cuda.nccl.version()  # Loads it.
+    nccl_version()  # Loads it.
     found = {line.split()[-1] for line in _maps() if "libnccl.so" in line}
     libraries = [ctypes.CDLL(path) for path in found]
     return [s for s in V2_SYMBOLS if not any(hasattr(lib, s) for lib in libraries)]
@@ -162,12 +169,12 @@ def load() -> Any:
         # NVSHMEM is linked without a path that is right here. NCCL symbols of V2 bind when called.
         ctypes.CDLL(str(host), mode=ctypes.RTLD_GLOBAL)
         sys.setdlopenflags(os.RTLD_LAZY)
-        import deep_ep
+        module = import_module("deep_ep")
     except (ImportError, OSError, AssertionError) as error:
         raise CommunicationError(f"DeepEP cannot be loaded: {_why(str(error))}") from error
     finally:
         sys.setdlopenflags(flags)
-    return deep_ep
+    return module
 
 
 def _environment() -> None:

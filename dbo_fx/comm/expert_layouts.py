@@ -1,4 +1,4 @@
-"""Exchanges that are more than a collective: a dispatch or combine of expert rows, as one operation.
+"""Exchanges that are more than a collective: a dispatch or combine of rows, as one operation.
 
 Like a collective, an exchange goes by a text, which sends and certificates carry:
 
@@ -6,13 +6,14 @@ Like a collective, an exchange goes by a text, which sends and certificates carr
 |---|---|---|
 | `rows_dispatch E` | x [T, H], (scales,) ids, weights [T, K] | the same with R*T rows |
 | `rows_combine` | y [R*T, H] | [T, H] |
-| `batched_dispatch M E` (`fp8`) | x [T, H], ids [T, K] | rows [E/R, R*M, H], scales, counts, src, ranges |
+| `batched_dispatch M E` (`fp8`) | x [T, H], ids [T, K] | rows [E/R, R*M, H] and what follows |
 | `batched_combine M E` | y [E/R, R*M, H], ids, weights [T, K], src, ranges | [T, H] |
 
 `rows`: rows come in any order; those that have no choice on this rank are garbage with ids -1.
-`batched`: expert e of this rank has `counts[e]` rows, those behind are garbage. The rows of rank s
-are `n` of them from `begin` on, `ranges[e, s] = begin << 32 | n`, and `src` says which of its tokens
-each was. With `fp8` rows are float8_e4m3fn with one float32 scale for 128 values; `scales` is empty
+`batched`: rows, scales [E/R, R*M, H/128 or 0], counts [E/R], src [E/R, R*M], ranges [E/R, R].
+Expert e of this rank has `counts[e]` rows, those behind are garbage. The rows of rank s are `n` of
+them from `begin` on, `ranges[e, s] = begin << 32 | n`, and `src` says which of its tokens each was.
+With `fp8` rows are float8_e4m3fn with one float32 scale for 128 values; `scales` is empty
 without.
 """
 
@@ -103,8 +104,8 @@ def _misfit(sizes: Batched, kind: str, inputs: Sequence[Tensor], ranks: int) -> 
     tokens = inputs[0 if kind == "dispatch" else 1].shape[0]
     if tokens > sizes.max_tokens:
         return (
-            f"found {tokens} tokens, wanted at most max_tokens={sizes.max_tokens}. Raise max_tokens "
-            "(the same on every rank), or give the region smaller batches."
+            f"found {tokens} tokens, wanted at most max_tokens={sizes.max_tokens}. Raise "
+            "max_tokens (the same on every rank), or give the region smaller batches."
         )
     if kind == "dispatch" and sizes.fp8 and inputs[0].shape[1] % BLOCK:
         return f"fp8 needs a hidden size that is a multiple of {BLOCK}, found {inputs[0].shape[1]}."

@@ -96,7 +96,8 @@ class PairingTransport(ABC):
             half: "dispatch" or "combine", and the flight.
 
         Raises:
-            CommunicationError: A collective, a second dispatch of a flight, or a combine without one.
+            CommunicationError: A collective, a second dispatch of a flight, or none before a
+                combine.
         """
         if kind_of(exchange) != "rows":
             raise CommunicationError(

@@ -73,8 +73,8 @@ def show(
 ) -> None:
     """Print a schedule, its unrolled form, a program, or the progress of all ranks.
 
-    Of a graph, a model or a config it prints the program that the compiler makes of it. With --times
-    it prints what that takes: time, bubbles, exposed communication, critical path.
+    Of a graph, a model or a config it prints the program that the compiler makes of it. With
+    --times it prints what that takes: time, bubbles, exposed communication, critical path.
 
     Example: dbo-fx show mlp_shared_overlap --layers 3
     """

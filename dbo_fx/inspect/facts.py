@@ -183,6 +183,8 @@ def facts_of_program(program: Program) -> Facts:
             items.append(item)
     header = {"transport": program.transport, "layers": str(program.layers)}
     header["microbatches"] = str(program.microbatches)
+    if program.sms:
+        header["sms"] = str(program.sms).removeprefix("sms ")
     markers = [(at, s) for at, s in enumerate(program.steps) if isinstance(s, Record | Wait)]
     return Facts(
         f"{program.schedule} ({layers_text(program.layers)}, {program.transport})",

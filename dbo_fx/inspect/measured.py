@@ -185,9 +185,7 @@ class Measured:
 _PLAIN = ("total_us", "stamped_us", "replays", "mode", "device", "torch", "tokens")
 
 
-def _from_to(
-    begins: Mapping[str, float], begin: str, ends: Mapping[str, float], end: str
-) -> float:
+def _from_to(begins: Mapping[str, float], begin: str, ends: Mapping[str, float], end: str) -> float:
     return max(0.0, ends.get(end, 0.0) - begins.get(begin, 0.0))
 
 

@@ -86,9 +86,7 @@ class _Simulation:
     arrived: dict[Action, int] = field(default_factory=dict)
     # Items that what comes next on a stream stands behind, and what the host enqueues from now on.
     causes: list[tuple[int, ...]] = field(default_factory=list)
-    behind: defaultdict[str, frozenset[int]] = field(
-        default_factory=lambda: defaultdict(frozenset)
-    )
+    behind: defaultdict[str, frozenset[int]] = field(default_factory=lambda: defaultdict(frozenset))
     host_behind: frozenset[int] = frozenset()
 
     def all(self) -> None:

@@ -111,10 +111,12 @@ class Simulation:
     @cached_property
     def streams(self) -> tuple[StreamUse, ...]:
         """How every lane spends that time, top to bottom."""
-        busy: defaultdict[str, float] = defaultdict(float)
-        for item in self.lanes.items:
-            busy[item.stream] += item.duration_us
-        return tuple(StreamUse(s, busy[s], self.total_us - busy[s]) for s in self.lanes.streams)
+        uses = []
+        for stream in self.lanes.streams:
+            # Several transfers may be in flight at once.
+            busy_us = _length(_union(i for i in self.lanes.items if i.stream == stream))
+            uses.append(StreamUse(stream, busy_us, self.total_us - busy_us))
+        return tuple(uses)
 
     @cached_property
     def compute_us(self) -> float:

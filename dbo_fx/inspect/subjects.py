@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from dbo_fx import schedules
+from dbo_fx.contracts import CONTRACTS
 from dbo_fx.errors import GraphFileError, OptionError
 from dbo_fx.graph_facts import SUFFIX, is_graph_file, read_graph_facts
 from dbo_fx.inspect.facts import Facts, facts_of_actions, facts_of_program, layers_text
 from dbo_fx.inspect.graph_items import facts_of_nodes
 from dbo_fx.ir import Action, Program, Schedule, bind, parse, parse_program
+from dbo_fx.ir_bind import sunk_actions
 
 LAYERS = 2
 
@@ -141,8 +143,17 @@ def _bound(schedule: Schedule, layers: int, microbatches: int | None) -> Facts:
 
 
 def _unrolled(schedule: Schedule, program: Program) -> Facts:
-    return _bound(schedule, program.layers, program.microbatches)
+    actions = bind(schedule, program.layers, program.microbatches)
+    return _sunk(actions, schedule.name, program)
 
 
 def _actions(program: Program) -> Facts:
-    return facts_of_actions(program.actions, f"{program.schedule} ({layers_text(program.layers)})")
+    return _sunk(program.actions, program.schedule, program)
+
+
+def _sunk(actions: Iterable[Action], name: str, program: Program) -> Facts:
+    """Where recvs sink, a schedule does not say where they stand in a program."""
+    carrier = CONTRACTS.get(program.transport)
+    if carrier is not None:
+        actions = sunk_actions(actions, program.layers, program.microbatches, carrier)
+    return facts_of_actions(actions, f"{name} ({layers_text(program.layers)})")

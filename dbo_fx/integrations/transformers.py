@@ -21,12 +21,14 @@ import dbo_fx
 import dbo_fx.comm  # Registers torch.ops.dbo_fx.
 from dbo_fx.errors import DboError, OptionError, UnsupportedGraphError
 from dbo_fx.integrations.transformers_attention import attention_forward, check_arguments
+from dbo_fx.integrations.transformers_layouts import RowLayout, check_layout
 from dbo_fx.packing import COUNTER, Copies, Packing
 
 NAME = "dbo_fx"
 MINIMUM = (5, 17)
 GROUP = "dbo_fx_group"
 PACKING = "dbo_fx_packing"
+LAYOUT = "dbo_fx_layout"
 ROUTINGS = ("all_gather", "all_to_all")
 # Kernels of transformers' own: attention and matmuls of this rank alone.
 LOCAL_OPS = ("transformers::grouped_mm_fallback", "transformers_msa::sparse_atten")
@@ -39,6 +41,9 @@ def expert_parallel(
     routing: Literal["all_gather", "all_to_all"] = "all_gather",
     capacity: float | int | None = None,
     copies: Copies = "rank",
+    layout: Literal["rows", "batched"] = "rows",
+    max_tokens: int | None = None,
+    fp8: bool = False,
 ) -> nn.Module:
     """Share a model's routed experts among the ranks of a group, in place, for inference.
 
@@ -58,6 +63,10 @@ def expert_parallel(
             them.
         copies: For "all_to_all": "rank" sends a token once to each rank that holds one of its
             experts, "expert" once for each of its K experts.
+        layout: "rows": what collectives and DeepEP's high-throughput kernels bring. "batched": rows
+            by expert, which DeepEP's low-latency kernels bring; see `docs/deepep.md`.
+        max_tokens: For "batched": the most tokens of a rank in one run of a layer.
+        fp8: Send rows as float8, with one scale for 128 values; they come back as they are.
 
     Returns:
         The same model.
@@ -69,6 +78,7 @@ def expert_parallel(
         UnsupportedGraphError: The model has no such experts, or experts of another layout.
     """
     _check_routing(routing, capacity, copies)
+    check_layout(layout, max_tokens, fp8, routing, None)
     _register()
     if not dist.is_initialized():
         raise DboError(
@@ -87,8 +97,13 @@ def expert_parallel(
     for name, module in experts.items():
         _check(name, module, group.size())
     for module in experts.values():
+        hidden = module.get_parameter("gate_up_proj").shape[2]
+        check_layout(layout, max_tokens, fp8, routing, hidden)
+    for module in experts.values():
         total = module.get_parameter("gate_up_proj").shape[0]
         _shard(module, group)
+        rows = RowLayout(str(group.group_name), total, max_tokens, fp8)
+        setattr(module, LAYOUT, rows)
         if routing == "all_to_all":
             _pack(module, Packing(group.size(), total, copies, capacity))
     _use_functions(model)
@@ -241,10 +256,8 @@ def experts_forward(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -
     packing = getattr(module, PACKING, None)
     if packing is not None:
         return _packed_forward(module, packing, hidden, ids, weights)
-    rows, ids, weights = torch.ops.dbo_fx.dispatch(hidden, ids, weights, group)
-    y = _local_experts(module, rows, ids - module.dbo_fx_first_expert, weights)
-    combined: Tensor = torch.ops.dbo_fx.combine(y, hidden.shape[0], group)
-    return combined
+    layout: RowLayout = getattr(module, LAYOUT)
+    return layout.forward(module, hidden, ids, weights, _local_experts)
 
 
 def _packed_forward(

@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         figures = {}
-        for name in STEPS:
+        for name in args.steps.split(","):
             line = [sys.executable, __file__, *sys.argv[1:], "--step", name, "--folder", folder]
             done = subprocess.run(line, env=env, stdout=subprocess.PIPE, text=True, check=True)
             figures[name] = json.loads(done.stdout.splitlines()[-1])
@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--backend", help="segment_backend; default: the device's")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="default: what git says")
+    parser.add_argument("--steps", default=",".join(STEPS), help="which, in this order")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

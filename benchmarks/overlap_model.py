@@ -63,7 +63,9 @@ def build(point: Point, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if point.routing == "skewed":
         skew(model)
     if point.experts == "all_to_all":
-        model = expert_parallel(model, routing="all_to_all", copies="expert")
+        model = expert_parallel(
+            model, routing="all_to_all", copies="expert", capacity=point.capacity
+        )
     else:
         model = expert_parallel(model)
     return (Decode if point.kind == "decode" else Prefill)(model)

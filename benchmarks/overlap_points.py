@@ -150,6 +150,8 @@ class Point:
             of each of T sequences, against a static cache.
         routing: How the experts are chosen: "uniform" or "skewed" (a few experts get most tokens).
         experts: How tokens travel: "all_gather", or "all_to_all" with a copy for each choice.
+        capacity: For "all_to_all", rows of a block over the mean of uniform routing; None is the
+            worst case, which moves as many bytes as if every choice left the rank.
         comm_sms: SMs (NCCL CTAs) given to communication; None leaves it to the transport.
         carveout: SMs that matmuls leave free; None leaves none.
     """
@@ -161,6 +163,7 @@ class Point:
     kind: str = "prefill"
     routing: str = "uniform"
     experts: str = "all_gather"
+    capacity: float | None = None
     comm_sms: int | None = None
     carveout: int | None = None
 
@@ -169,6 +172,7 @@ class Point:
         """A name for the point in the results file."""
         parts = [self.shape, self.kind, f"T{self.tokens}", self.link, self.transport]
         parts += [] if self.experts == "all_gather" else [self.experts]
+        parts += [] if self.capacity is None else [f"capacity{self.capacity}"]
         parts += [] if self.routing == "uniform" else [self.routing]
         parts += [] if self.comm_sms is None else [f"comm{self.comm_sms}"]
         parts += [] if self.carveout is None else [f"left{self.carveout}"]
@@ -193,6 +197,7 @@ def targets() -> Iterator[Point]:
     yield nic
     yield Point("v2lite", 16384, "copy_engine", "nvlink")
     yield replace(nic, tokens=8192, experts="all_to_all")
+    yield replace(nic, tokens=8192, experts="all_to_all", capacity=1.5)
     yield Point("v2lite", 16384, "nccl", "nvlink")
 
 

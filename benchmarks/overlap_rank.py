@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dbo_fx
 from dbo_fx.compiled import CompiledProgram
+from dbo_fx.ir import parse_program
 from dbo_fx.launch import run_ranks
 
 ROUNDS = 15
@@ -160,11 +161,12 @@ def _measure(
         "host_us": {name: round(t, 1) for name, t in host_us.items()},
         "yields": yields,
         "equal": equal,
+        "lost_rows": dbo_fx.overflow(model).total,
         "compile_s": compile_s,
         "refused": refused,
     }
     try:
-        row |= _bounds(programs, args, inputs)
+        row["action_times"] = _action_times(programs, args, inputs)
     except Exception as error:
         row["bounds_failed"] = f"{type(error).__name__}: {error}"[-500:]
     return row
@@ -285,26 +287,53 @@ def _timed_ms(candidate: Candidate, device: torch.device) -> float:
     return start.elapsed_time(stop)
 
 
-def _bounds(
+# What a program of each kind is measured for: the schedules whose bound its times give.
+REFERENCES = {
+    "unsplit": ("unsplit", "single_batch_overlap"),
+    "sequential": ("sequential", "mlp_shared_overlap", "vllm_high_throughput"),
+}
+
+
+def _action_times(
     programs: dict[str, CompiledProgram], args: dict[str, tuple[Any, ...]], inputs: Inputs
 ) -> dict[str, Any]:
-    """What each schedule could reach: its simulation with times measured without any overlap."""
-    bounds, stamped = {}, {}
-    for reference, names in (
-        ("unsplit", ["single_batch_overlap"]),
-        ("sequential", ["mlp_shared_overlap", "vllm_high_throughput"]),
-    ):
+    """How long every action takes on this rank where nothing overlaps; `_bounds` reads it."""
+    found: dict[str, Any] = {}
+    for reference, names in REFERENCES.items():
         if reference not in programs:
             continue
         inputs.reset()
         measured = programs[reference].measure(args[reference])
-        stamped[reference] = round(measured.stamped_us / 1e3, 4)
-        for name in (reference, *names):
-            if name in programs:
-                program = programs[name].program
-                simulated = dbo_fx.simulate(program, measured.times_for(program))
-                bounds[name] = round(simulated.total_us / 1e3, 4)
-    return {"bound_ms": bounds, "with_stamps_ms": stamped}
+        found[reference] = {
+            "times": measured.times,
+            "stamped_ms": measured.stamped_us / 1e3,
+            "programs": {n: str(programs[n].program) for n in names if n in programs},
+        }
+    return found
+
+
+def _bounds(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What each schedule could reach: its simulation with the times of all ranks.
+
+    Every communication is a meeting. So an action lasts as long as on the slowest rank, and a
+    transfer as long as on the rank that came last, which did not wait for the others.
+    """
+    bounds, stamped, spent = {}, {}, {}
+    for reference, first in measured[0].items():
+        ranks = [m[reference]["times"] for m in measured]
+        times = {
+            key: (min if key[0] in "DC" else max)(t[key] for t in ranks) for key in first["times"]
+        }
+        stamped[reference] = round(max(m[reference]["stamped_ms"] for m in measured), 4)
+        transfer_us = sum(us for key, us in times.items() if key[0] in "DC")
+        spent[reference] = {
+            "transfer_ms": round(transfer_us / 1e3, 4),
+            "compute_ms": round((sum(times.values()) - transfer_us) / 1e3, 4),
+        }
+        for name, text in first["programs"].items():
+            simulated = dbo_fx.simulate(parse_program(text), times)
+            bounds[name] = round(simulated.total_us / 1e3, 4)
+    return {"bound_ms": bounds, "with_stamps_ms": stamped, "spent": spent}
 
 
 def run_group(points: Sequence[Point], ranks: int, timeout_s: float) -> list[dict[str, Any]]:
@@ -324,6 +353,10 @@ def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return next(row for row in rows if "ms" not in row)
     for key in ("ms", "host_us"):
         first[key] = {n: max(row[key][n] for row in rows) for n in first[key]}
+    measured = [row.pop("action_times", None) for row in rows]
+    first.pop("action_times", None)
+    if all(measured):
+        first |= _bounds(measured)
     first["equal"] = {n: all(row["equal"][n] for row in rows) for n in first["equal"]}
     return first
 

@@ -11,8 +11,11 @@ On every rank, in one run:
 * memory    the memory certificate against the allocator's peak.
 
     python benchmarks/replays.py --output benchmarks/results/replays.json
+    python benchmarks/replays.py --ranks 2 --output FILE
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/replays.py --ranks 2 \
-        --transport copy_engine --model decoder --replays 200 --output benchmarks/results/replays_shared.json
+        --transport copy_engine --model decoder --replays 200 --output FILE
+
+The second takes two GPUs if they are there, the third puts two ranks on one.
 
 With `--device cpu` the CPU twin of the graphs is replayed: that tries the script out.
 """
@@ -430,11 +433,13 @@ def main() -> int:
         args.device, args.transport, args.model, args.segments, args.replays, args.poisoned, shapes
     )
     ranks = run_ranks(rank_main, args.ranks, (settings,), backend=backend, timeout_s=500)
+    # Where one machine keeps its files is nobody's business.
+    words = [args.output.name if word == str(args.output) else word for word in sys.argv[1:]]
     git = ["git", "rev-parse", "--short", "HEAD"]
     said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     good = all(is_good(found, is_cuda) for found in ranks)
     result = {
-        "command": f"python benchmarks/replays.py {' '.join(sys.argv[1:])}",
+        "command": f"python benchmarks/replays.py {' '.join(words)}",
         "device": torch.cuda.get_device_name(0) if is_cuda else "cpu",
         "gpus": min(args.ranks, torch.cuda.device_count()),
         "group": backend,

@@ -20,6 +20,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ class Threaded:
         self._modules = [_copy(compiled.module, self.baton, i) for i in range(THREADS)]
         self._first: ThreadRuntime = self._modules[0].runtime
         self._left = compiled.runtime.limits.sharing.left
+        # Threads that stay: handles of CUDA libraries belong to a thread.
+        self._pool = ThreadPoolExecutor(THREADS)
         self._results: list[Any] = [None] * THREADS
         self._errors: list[BaseException] = []
 
@@ -119,17 +122,11 @@ class Threaded:
         self.baton.begin()
         self._errors.clear()
         stream = self._streams() if self._first.is_cuda else None
-        threads = [
-            threading.Thread(target=self._work, args=(i, halves[i], stream)) for i in range(THREADS)
-        ]
         before = matmul_carveout() if self._left is not None else None
         if self._left is not None:
             set_matmul_carveout(self._left)
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            wait([self._pool.submit(self._work, i, halves[i], stream) for i in range(THREADS)])
         finally:
             if self._left is not None:
                 set_matmul_carveout(before)

@@ -143,6 +143,7 @@ DEEPEP_HT = Contract(
     num_sms=20,
     carries=("rows",),
     pairs=True,
+    takes_sms=True,
 )
 DEEPEP_V2 = replace(DEEPEP_HT, name="deepep_v2")
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from dbo_fx.errors import GraphFileError
 from dbo_fx.opaque import op_name
 from dbo_fx.size_text import parse_size, size_text
-from dbo_fx.symbols import FakeTensorMode, expression, fake_storage, fake_tensor, same_storage_key
+from dbo_fx.symbols import FakeTensorMode, expression, fake_base, fake_tensor, same_storage_key
 
 _MODULES = {"operator": operator, "math": math, "torch": torch}
 _NAMED = {
@@ -175,7 +175,7 @@ class Decoder:
     size: Callable[[sympy.Expr], torch.SymInt | int]
     devices: Callable[[str], torch.device]
     nodes: dict[str, Node] = field(default_factory=dict)
-    storages: dict[str, torch.UntypedStorage] = field(default_factory=dict)
+    storages: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -224,17 +224,30 @@ class Decoder:
 
     def _new(self, facts: Mapping[str, Any]) -> torch.Tensor:
         name, device = facts["storage"], self.devices(facts["device"])
+        dtype = named("dtype", facts["tensor"])
         if name not in self.storages:
-            self.storages[name] = fake_storage(self._sized(facts["bytes"]))
+            self.storages[name] = self._base(facts["bytes"], dtype)
+        base = self.storages[name]
         return fake_tensor(
             self.mode,
-            self.storages[name],
+            base if base.dtype == dtype else base.untyped_storage(),
             [self._sized(s) for s in facts["shape"]],
             [self._sized(s) for s in facts["stride"]],
             self._sized(facts["offset"]),
-            dtype=named("dtype", facts["tensor"]),
+            dtype=dtype,
             device=device,
         )
+
+    def _base(self, number: int | str, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that fills a storage of this many bytes, if numbers of this type can."""
+        key = f"({number})/{dtype.itemsize}"
+        if key not in self.sizes:
+            count = expression(self._sized(number)) / dtype.itemsize
+            whole = count.as_numer_denom()[1] == 1
+            self.sizes[key] = self.size(count) if whole else None
+        if self.sizes[key] is None:
+            return fake_base(self._sized(number), torch.uint8)
+        return fake_base(self.sizes[key], dtype)
 
 
 def named(kind: str, name: str) -> Any:

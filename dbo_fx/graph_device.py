@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from dbo_fx.capturing import twin_capture
 from dbo_fx.comm.poison import poison
-from dbo_fx.runtime import make_handles
 
 Call = Callable[[], Any]
 
@@ -66,9 +66,9 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """One stream to capture on: the pool's free memory belongs to the stream it was used on."""
+        """Capture nothing yet."""
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = _capture_stream(device)
         self._pool: Any = None  # What torch.cuda.graph_pool_handle returned.
         self._live: list[Captured] = []
 
@@ -78,7 +78,11 @@ class CudaDevice:
         return self._pool
 
     def warm(self, call: Call) -> None:
-        """See the protocol. Libraries get their handles and workspaces for the stream here."""
+        """See the protocol.
+
+        What the call uses on its other streams it uses here first, too: libraries make their
+        handles and workspaces for them. Those of cuBLAS are made in any case.
+        """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -149,6 +153,23 @@ class CudaDevice:
         if not self._live:
             self._pool = None
             torch.cuda.empty_cache()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that all captures of a device share.
+
+    A pool's free memory belongs to the stream that used it, and cuBLAS keeps a workspace for every
+    stream that it was ever used on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def make_handles(device: torch.device) -> None:
+    """Let cuBLAS make its handle and workspaces for the current stream: a capture may not."""
+    one = torch.ones(16, 16, device=device)
+    torch.addmm(one[0], one, one)
+    torch.mm(one, one)
 
 
 def end_spoilt_capture(device: torch.device, pool: Any) -> None:

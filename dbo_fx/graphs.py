@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,8 +28,9 @@ from dbo_fx.buckets import SPLIT, Bucket, GraphOptions, GraphStatistics, largest
 from dbo_fx.capturing import what_captures
 from dbo_fx.comm import abandon_in_flight, groups
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
+from dbo_fx.graph_arguments import Arguments
 from dbo_fx.graph_device import Captured, GraphDevice, graph_device
-from dbo_fx.graph_inputs import Arguments, Buffers, StaticInputs, Weights
+from dbo_fx.graph_inputs import Buffers, Example, StaticInputs, Weights
 from dbo_fx.graph_state import kept_state
 from dbo_fx.padding import STEP, Padding
 from dbo_fx.token_rows import TokenRows, leaves, mapped
@@ -41,25 +41,8 @@ _ADVICE = Advice(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Example:
-    """What the graphs of one `capture` have in common.
-
-    Attributes:
-        args: The example's arguments.
-        kwargs: Likewise, by name.
-        tokens: Ids of its tensors with token rows.
-        arguments: What the graphs assume of the arguments.
-        weights: And of the model's weights.
-        fill: Values for added rows by the tensors' ids.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tokens: set[int]
-    arguments: Arguments
-    weights: Weights
-    fill: dict[int, float]
+Checked = dict[int, dict[str, Tensor]]
+"""The tensors to copy, by what a `capture` assumes of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +162,16 @@ class CudaGraphs:
         if name is not None:
             compare_over_store(name, what, value, self.options.timeout_s, advice=_ADVICE)
 
-    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Example:
+    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
         tokens, _ = self.tokens.find(args, kwargs)
         named = self.tokens.by_name(args, kwargs, "copied", self.options.copied)
         copied = tokens | {id(t) for t in leaves(named) if isinstance(t, Tensor)}
         arguments = Arguments(self._bound(args, kwargs), copied)
         fill = self.tokens.fill(args, kwargs)
-        return _Example(args, kwargs, tokens, arguments, Weights(self.calls), fill)
+        return Example(args, kwargs, tokens, arguments, Weights(self.calls), fill)
 
-    def _capture(self, bucket: Bucket, example: _Example) -> _Graph:
-        inputs, args, kwargs = self._static(bucket.rows, example)
+    def _capture(self, bucket: Bucket, example: Example) -> _Graph:
+        inputs, args, kwargs = example.static(bucket.rows, self.tokens, self._buffers)
         any_buffer = next(iter(inputs.buffers.values()))[0]
         device = self._device = self._device or graph_device(any_buffer.device)
         padding = Padding.ZEROS if self.tokens.pad is None else Padding.NAMED
@@ -217,27 +200,6 @@ class CudaGraphs:
             captured = device.capture(call, inputs.held())
         return _Graph(captured, inputs, unpaddable)
 
-    def _static(
-        self, rows: int, example: _Example
-    ) -> tuple[StaticInputs, tuple[Any, ...], dict[str, Any]]:
-        """Buffers with the example's rows in them, and the arguments that hold the buffers."""
-        dim = self.tokens.dim
-        inputs = StaticInputs(rows, self.tokens, example.arguments, example.weights, {}, {})
-        values, new = {}, {}
-        for path, tensor in example.arguments.copied.items():
-            has_rows = id(tensor) in example.tokens
-            buffer = self._buffers.buffer(path, tensor, rows if has_rows else None)
-            values[path] = tensor
-            if has_rows:
-                torch._dynamo.mark_dynamic(buffer, dim)
-                values[path] = tensor.narrow(dim, 0, min(rows, tensor.shape[dim]))
-            inputs.buffers[path] = buffer, has_rows
-            inputs.fill[path] = example.fill.get(id(tensor), 0)
-            new[id(tensor)] = buffer
-        inputs.copy(values)
-        args, kwargs = mapped(lambda leaf: new.get(id(leaf), leaf), (example.args, example.kwargs))
-        return inputs, args, kwargs
-
     def _check_written(self, inputs: StaticInputs, versions: Mapping[str, int]) -> None:
         written = [p for p, (t, _) in inputs.buffers.items() if t._version != versions[p]]
         if written:
@@ -257,7 +219,7 @@ class CudaGraphs:
                 given |= given.pop(name)
         return given
 
-    def check(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Checked:
         """Refuse a step before the ranks agree on it: the others would wait for this one.
 
         Args:
@@ -265,14 +227,17 @@ class CudaGraphs:
             args: Arguments of the step.
             kwargs: Likewise, by name.
 
+        Returns:
+            What a replay of this step need not check again.
+
         Raises:
             SoundnessError: A graph that this step may use was captured with other static memory.
         """
-        alike: set[int] = set()
+        checked: Checked = {}
         for bucket, graph in self._graphs.items():
-            if bucket.rows >= rows and id(graph.inputs.arguments) not in alike:
-                alike.add(id(graph.inputs.arguments))
-                self._check(graph, args, kwargs)
+            if bucket.rows >= rows and id(graph.inputs.arguments) not in checked:
+                checked[id(graph.inputs.arguments)] = self._check(graph, args, kwargs)
+        return checked
 
     def _check(
         self, graph: _Graph, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -312,7 +277,13 @@ class CudaGraphs:
         self.statistics.eager["captured by the caller" if what_captures() else why] += 1
 
     def replay(
-        self, bucket: Bucket, args: tuple[Any, ...], kwargs: dict[str, Any], *, padded: bool
+        self,
+        bucket: Bucket,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        padded: bool,
+        checked: Checked | None = None,
     ) -> Any:
         """Replay one bucket's graph.
 
@@ -321,6 +292,7 @@ class CudaGraphs:
             args: Arguments of the step; at most as many token rows as the bucket has.
             kwargs: Likewise, by name.
             padded: Whether some rank has fewer rows than the bucket.
+            checked: What `check` returned for this step.
 
         Returns:
             The outputs with this rank's own rows, copies if `clone_outputs` says so.
@@ -330,7 +302,9 @@ class CudaGraphs:
                 would write into a cache.
         """
         graph = self._graphs[bucket]
-        found = self._check(graph, args, kwargs)
+        found = (checked or {}).get(id(graph.inputs.arguments))
+        if found is None:
+            found = self._check(graph, args, kwargs)
         if padded and graph.unpaddable is not None:
             raise SoundnessError(str(graph.unpaddable))
         rows = next(

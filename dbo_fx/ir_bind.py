@@ -68,7 +68,7 @@ def program_of_actions(
     Returns:
         The program; the order of the actions is not checked.
     """
-    steps = [*_unsynchronised(actions, contract)]
+    steps: list[Step] = [*_unsynchronised(actions, contract)]
     if microbatches > 1:
         steps.append(Merge(COMP))
     bare = Program(name, microbatches, layers, contract.name, tuple(steps))

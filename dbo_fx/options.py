@@ -95,6 +95,8 @@ class Options:
             raise _bad("dump_dir", self.dump_dir, "a path or None")
         _check_seconds("agree_timeout_s", self.agree_timeout_s)
         self._check_progress()
+        if self.segment_backend is not None and not isinstance(self.segment_backend, str):
+            raise _bad("segment_backend", self.segment_backend, "a backend's name, or None")
         name = self.transport
         if name is not None and not (isinstance(name, str) and name in CONTRACTS):
             raise _bad("transport", name, f"one of {', '.join(CONTRACTS)}, or None")

@@ -55,19 +55,17 @@ class StreamPool:
         """Start a call: the current stream becomes the compute stream.
 
         Raises:
-            CommunicationError: The first call is captured: libraries cannot make their handles
-                then.
+            CommunicationError: The first call is captured, when libraries cannot make what they
+                need on these streams (communicators, handles, workspaces); the call before it does.
         """
         if COMM not in self._streams:
             if torch.cuda.is_current_stream_capturing():
                 raise CommunicationError(
-                    "this program is captured in a CUDA graph before it ever ran: its "
-                    "communication stream and the handles on it cannot be made during a capture. "
+                    "this program is captured in a CUDA graph before it ever ran: the "
+                    "communicators and handles of its streams cannot be made during a capture. "
                     "Run the model once on such inputs, then capture."
                 )
             self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(self._streams[COMM]):
-                make_handles(self.device)
         self._streams[COMP] = torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:
@@ -84,13 +82,6 @@ class StreamPool:
         if is_forked:
             with suppress(RuntimeError):  # A spoilt capture takes no more work.
                 self._streams[COMP].wait_stream(self._streams[COMM])
-
-
-def make_handles(device: torch.device) -> None:
-    """Let cuBLAS make its handle and workspaces for the current stream: a capture may not."""
-    one = torch.ones(16, 16, device=device)
-    torch.addmm(one[0], one, one)
-    torch.mm(one, one)
 
 
 class Runtime(torch.nn.Module):

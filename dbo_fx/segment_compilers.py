@@ -6,17 +6,23 @@ API of torch; `tests/test_torch_adapters.py` fails loudly when it moves.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import logging
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
+from torch._inductor.runtime.cache_dir_utils import cache_dir, temporary_cache_dir
 from torch.fx import GraphModule
 
 from dbo_fx.errors import OptionError, UnsupportedGraphError
 from dbo_fx.symbols import FakeTensorMode
 
+log = logging.getLogger("dbo_fx")
 INDUCTOR, EAGER = "inductor", "eager"
 # A segment's inputs are checked by what Inductor generates. No CUDA graphs inside of ours.
 INDUCTOR_CONFIG = {"size_asserts": True, "triton.cudagraphs": False}
@@ -61,10 +67,9 @@ def compile_core(
                 return _inductor(core, inputs)
             compiled: Run = torch._dynamo.lookup_backend(backend)(core, list(inputs))
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0]
         raise UnsupportedGraphError(
             f"{name}: segment_backend={backend!r} did not compile it ({type(error).__name__}: "
-            f"{first}). segment_backend='eager' runs segments as they were traced."
+            f"{_first_line(error)}). segment_backend='eager' runs segments as they were traced."
         ) from error
     if not callable(compiled):
         raise UnsupportedGraphError(
@@ -75,6 +80,28 @@ def compile_core(
 
 
 def _inductor(core: GraphModule, inputs: Sequence[Any]) -> Run:
+    """Compile, or take what Inductor finds in its folder; once more elsewhere if that is damaged.
+
+    Inductor looks its own graphs up by content and survives a damaged one, but fails at generated
+    code and libraries that are cut short (a full disk, a killed process).
+    """
+    try:
+        return _standalone(core, inputs)
+    except Exception as error:
+        folder = cache_dir()
+        fresh = tempfile.mkdtemp(prefix="dbo_fx_inductor_")
+        atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+        with temporary_cache_dir(fresh):
+            run = _standalone(core, inputs)
+        log.warning(
+            "Inductor could not use its files in %s (%s: %s). Compiled anew without them; delete "
+            "that folder, or every process will compile again.",
+            *(folder, type(error).__name__, _first_line(error)),
+        )
+        return run
+
+
+def _standalone(core: GraphModule, inputs: Sequence[Any]) -> Run:
     artifact = torch._inductor.standalone_compile(
         core,
         list(inputs),
@@ -83,6 +110,10 @@ def _inductor(core: GraphModule, inputs: Sequence[Any]) -> Run:
     )
     run: Run = artifact
     return run
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]
 
 
 def environment(backend: str) -> str:

@@ -31,6 +31,7 @@ __all__ = [
     "coefficient",
     "enable_python_dispatcher",
     "expression",
+    "fake_base",
     "fake_mode_of",
     "fake_storage",
     "fake_tensor",
@@ -262,9 +263,14 @@ def fake_storage(size: int | torch.SymInt) -> torch.UntypedStorage:
     return torch.empty((size,), dtype=torch.uint8, device="meta").untyped_storage()
 
 
+def fake_base(count: int | torch.SymInt, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that fills a storage of its own, for `fake_tensor`."""
+    return torch.empty((count,), dtype=dtype, device="meta")
+
+
 def fake_tensor(
     mode: FakeTensorMode,
-    storage: torch.UntypedStorage,
+    storage: torch.UntypedStorage | torch.Tensor,
     shape: Any,
     stride: Any,
     offset: Any,
@@ -275,10 +281,15 @@ def fake_tensor(
     """A fake tensor that lies in a `fake_storage`; adds no guard, and no mode may be active.
 
     A fake tensor is a meta tensor that says another device. It is put together by hand, because
-    an op under the mode takes ten times as long.
+    an op under the mode takes ten times as long. A `fake_base` of the same dtype takes a fiftieth
+    of what a storage takes, which computes the bytes that symbolic sizes need.
     """
-    tensor = torch.empty(0, dtype=dtype, device="meta")
-    tensor.set_(storage, offset, shape, stride)
+    if isinstance(storage, torch.Tensor):
+        assert storage.dtype == dtype
+        tensor = storage.as_strided(shape, stride, offset)
+    else:
+        tensor = torch.empty(0, dtype=dtype, device="meta")
+        tensor.set_(storage, offset, shape, stride)
     return FakeTensor(mode, tensor, device)
 
 

@@ -21,7 +21,7 @@ from dbo_fx.agree import agree_batch
 from dbo_fx.buckets import SPLIT, UNSPLIT, Bucket, GraphOptions, GraphStatistics
 from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
-from dbo_fx.graphs import CudaGraphs
+from dbo_fx.graphs import Checked, CudaGraphs
 from dbo_fx.padding import STEP, Padding
 from dbo_fx.plan_digest import Ran
 from dbo_fx.token_rows import TokenRows, original_of
@@ -192,7 +192,8 @@ class WrappedModel:
             AgreementError: They were not found on another rank, or the ranks could not agree; see
                 `agree.agree_batch`.
         """
-        return self.run(self.decide(*args, **kwargs), *args, **kwargs)
+        decision, checked = self._decide(args, kwargs)
+        return self._run(decision, args, kwargs, checked)
 
     def decide(self, *args: Any, **kwargs: Any) -> BatchDecision:
         """Agree with all ranks on the step, and run nothing: for a caller who captures `run`.
@@ -210,10 +211,15 @@ class WrappedModel:
             AgreementError: Another rank raised one of these, or the ranks could not agree; see
                 `agree.agree_batch`.
         """
+        return self._decide(args, kwargs)[0]
+
+    def _decide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[BatchDecision, Checked]:
         try:
             _, rows = self.tokens.find(args, kwargs)
             self.tokens.fill(args, kwargs)
-            self.graphs.check(rows, args, kwargs)
+            checked = self.graphs.check(rows, args, kwargs)
             allowed = self.allow(rows) if callable(self.allow) else self.allow
             kind = self._kind(rows)
         except Exception:
@@ -226,7 +232,7 @@ class WrappedModel:
                 f"wrap: ranks {list(decision.failing)} of {decision.ranks} could not prepare their "
                 "arguments, so no rank runs this step. See the error raised there."
             )
-        return decision
+        return decision, checked
 
     def run(self, decision: BatchDecision, *args: Any, **kwargs: Any) -> Any:
         """Run a step that the ranks have decided on; nothing is agreed any more.
@@ -245,6 +251,15 @@ class WrappedModel:
         Raises:
             OptionError: There are more rows than the decision pads to.
         """
+        return self._run(decision, args, kwargs, None)
+
+    def _run(
+        self,
+        decision: BatchDecision,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        checked: Checked | None,
+    ) -> Any:
         tokens, rows = self.tokens.find(args, kwargs)
         padded = decision.padded_rows
         if rows > padded:
@@ -255,8 +270,8 @@ class WrappedModel:
         model, plan = self._choose(decision)
         bucket = Bucket(padded, decision.kind, plan)
         if bucket in self.graphs:
-            padding = self._padding(decision) is not Padding.NONE
-            outputs = self.graphs.replay(bucket, args, kwargs, padded=padding)
+            some_pad = self._padding(decision) is not Padding.NONE
+            outputs = self.graphs.replay(bucket, args, kwargs, padded=some_pad, checked=checked)
         else:
             self.graphs.count_eager(f"no graph for {bucket}")
             fill = self.tokens.fill(args, kwargs)

@@ -65,6 +65,8 @@ class RowsFp8Moe(RowsMoe):
 
 
 def reference(model: PlainMoe, layer: int, h: Tensor) -> Tensor:
-    """[T, H] -> [T, H]: what the experts of all ranks make of a rank's tokens."""
+    """[T, H] -> [T, H]: what the experts of all ranks make of a rank's tokens, as they travel."""
     scores, ids = F.linear(h, model.gate[layer]).softmax(-1).topk(2, -1)
+    if isinstance(model, RowsFp8Moe):
+        h = dequantised(*quantised(h.repeat_interleave(16, -1)), h.dtype)[:, ::16]
     return F.linear(h, model.expert[layer]) * (scores * (ids + 1)).sum(-1, keepdim=True)

@@ -26,7 +26,7 @@ from dbo_fx.passes.lower import Lower
 from dbo_fx.passes.schedule import Order, _calls, nodes_by_action
 from dbo_fx.passes.streams import Streams
 from dbo_fx.pipeline import State
-from generated import random_order
+from generated import is_allowed, random_order
 from small_moe import CachedMoe, PlainMoe, TwoLaunches, run_passes, traced_model
 
 
@@ -202,11 +202,19 @@ def graph_case(
     """
     kind = rng.choice(list(kinds))
     contract = GLOO if kind in TWO_LAUNCHES else rng.choice(TRANSPORTS)
-    name = rng.choice(schedules.names()) if rng.random() < named else None
+    names = [n for n in schedules.names() if schedules.load(n).num_microbatches != 1]
+    fitting = [name for name in names if fits(name, contract)]
+    name = rng.choice(fitting) if rng.random() < named else None
     count = rng.choice((2, 3))
     if name is not None:
         count = schedules.load(name).num_microbatches or count
     return GraphCase(kind, rng.choice(list(layers)), count, contract, name, rng.randrange(1 << 30))
+
+
+def fits(name: str, contract: Contract) -> bool:
+    """Whether a contract allows as many operations in flight as a schedule has."""
+    schedule = schedules.load(name)
+    return is_allowed(bind(schedule, 2, schedule.num_microbatches or 2), contract)
 
 
 @cache

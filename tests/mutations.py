@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -538,3 +539,65 @@ def near_ties_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
         return func(*args, **(kwargs or {}))
 
     patch.setattr(_Replay, "__torch_dispatch__", plain)
+
+
+@mutation("graphs", "test_cuda_graphs.py::test_a_moved_cache_is_named")
+def addresses_of_static_arguments_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import graph_arguments
+
+    patch.setattr(graph_arguments, "place_of", lambda tensor: (0, tensor.shape))
+
+
+@mutation("graphs", "test_cuda_graphs.py::test_a_moved_weight_is_named")
+def weights_are_not_checked(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.graph_inputs import Weights
+
+    patch.setattr(Weights, "check", nothing)
+
+
+@mutation(
+    "graphs",
+    "test_cuda_graphs.py::test_padded_rows_hold_zeros_or_the_named_value_not_the_last_steps_rows",
+)
+def padding_keeps_the_last_steps_rows(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.graph_inputs import StaticInputs
+
+    def copy(self: Any, found: Any) -> None:
+        for path, tensor in found.items():
+            self.buffers[path][0].narrow(0, 0, tensor.shape[0]).copy_(tensor)
+
+    patch.setattr(StaticInputs, "copy", copy)
+
+
+@mutation(
+    "graphs",
+    "test_cuda_graphs.py::test_warm_up_and_capture_leave_caches_and_counters_as_they_were",
+)
+def warm_up_writes_stay(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import graphs
+
+    patch.setattr(graphs, "kept_state", lambda tensors: nullcontext(lambda: None))
+
+
+@mutation("graphs", "test_graph_device.py::test_a_spoilt_capture_lets_go_of_the_pool")
+def a_spoilt_capture_holds_the_pool(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx import graph_device
+
+    patch.setattr(graph_device, "end_spoilt_capture", nothing)
+
+
+@mutation("graphs", "test_graph_device.py::test_a_call_that_fails_under_capture_joins_its_streams")
+def a_failed_capture_leaves_a_stream_loose(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.runtime import StreamPool
+
+    patch.setattr(StreamPool, "abandon", nothing)
+
+
+@mutation(
+    "poison_on_free",
+    "test_poison_on_free.py::test_memory_that_is_still_read_behind_its_last_use_reads_as_nan",
+)
+def freed_memory_keeps_its_values(patch: pytest.MonkeyPatch) -> None:
+    from dbo_fx.poison_on_free import _Memory
+
+    patch.setattr(_Memory, "dies", nothing)

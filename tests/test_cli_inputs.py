@@ -175,7 +175,7 @@ def test_models_that_cannot_be_used(command, target, said, models):
         (["show", "sequential", "sequential"], "found 2 names, wanted one"),
         (["show", ""], "the name of what to look at is empty"),
         (["show", "sequential", "--html", "a", "--trace", "./a"], "give each a file of its own"),
-        (["show", "sequential", "--times", "t.json"], "add --html or --trace"),
+        (["show", "sequential", "--times", "t.json"], "t.json: cannot be read (No such file"),
         (["check", "a:b", "--layers", "2"], "is a model; leave --layers out"),
         (["check", "sequential", "--ranks", "0"], "'--ranks'"),
         (["explain", "a:b", "--schedule", "none"], "none"),
@@ -355,12 +355,14 @@ def test_completion_knows_schedules_files_and_folders(tmp_path: Path, monkeypatc
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert complete_subject("m") == ["mlp_shared_overlap", "mine.dbo", "mine.dbograph.json"]
-    assert complete_subject("s") == ["sequential", "sub/"]
+    shipped = ["mlp_shared_overlap", "mlp_shared_overlap_3"]
+    assert complete_subject("m") == [*shipped, "mine.dbo", "mine.dbograph.json"]
+    assert complete_subject("se") == ["sequential"]
+    assert complete_subject("su") == ["sub/"]
     assert complete_subject("sub/") == ["sub/mine.dbo"]
     assert complete_subject(f"{tmp_path}/mi")[0] == f"{tmp_path}/mine.dbo"
     assert complete_subject("nowhere/") == []
-    assert complete_schedule("m") == ["mlp_shared_overlap", "mine.dbo"]
+    assert complete_schedule("m") == [*shipped, "mine.dbo"]
 
 
 def test_the_shell_gets_completions():
@@ -377,7 +379,7 @@ def test_the_shell_gets_completions():
         timeout=LIMIT_S,
         check=False,
     )
-    assert done.stdout.split() == ["mlp_shared_overlap"]
+    assert done.stdout.split() == ["mlp_shared_overlap", "mlp_shared_overlap_3"]
 
 
 def in_terminal(*arguments: str) -> str:

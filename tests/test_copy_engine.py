@@ -6,13 +6,12 @@ shared memory, and on pretended ranks whose touches of each other's memory are c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import dbo_fx
@@ -206,7 +205,9 @@ def run_given_up(rank: int) -> tuple[str, bool]:
     begin_region(CE, [group])
     OPS.dispatch_send([x], out, "all_gather", group, CE, 0)
     OPS.dispatch_recv(out, group, CE, 0)
-    return str(caught.value), torch.equal(out[0], torch.cat([given("all_gather", r, R) for r in (0, 1)]))
+    return str(caught.value), torch.equal(
+        out[0], torch.cat([given("all_gather", r, R) for r in (0, 1)])
+    )
 
 
 def test_a_step_that_fails_leaves_nothing_behind(ranks: RankPool) -> None:
@@ -349,3 +350,65 @@ def test_the_transports_are_there_for_both_devices(transport: str) -> None:
         carrier.realign(None)
     assert isinstance(transport_for("cuda", CE), CopyEngine)
     assert isinstance(transport_for("cuda", "loopback"), Loopback)
+
+
+# On GPUs: both ranks may share one.
+
+
+def run_on_gpus(rank: int) -> list[bool]:
+    """Every collective eager and in one graph, which is replayed with new inputs."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group, found = world(), []
+
+    def inputs(step: int, of: int) -> list[Tensor]:
+        return [(given(c, of, R) + step).cuda() for c in COLLECTIVES]
+
+    def run(given_: list[Tensor], outputs: list[list[Tensor]]) -> None:
+        for flight, (collective, x, out) in enumerate(
+            zip(COLLECTIVES, given_, outputs, strict=True)
+        ):
+            OPS.dispatch_send([x], out, collective, group, CE, flight)
+            OPS.dispatch_recv(out, group, CE, flight)
+
+    def is_right(outputs: list[list[Tensor]], step: int) -> bool:
+        every = [inputs(step, of) for of in range(R)]
+        wants = [wanted(c, [x[i] for x in every], rank) for i, c in enumerate(COLLECTIVES)]
+        return all(torch.equal(out[0], want) for out, want in zip(outputs, wants, strict=True))
+
+    static = inputs(0, rank)
+    outputs = [OPS.comm_buffers([x], c, group) for c, x in zip(COLLECTIVES, static, strict=True)]
+    begin_region(CE, [group])
+    run(static, outputs)
+    found.append(is_right(outputs, 0))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    begin_region(CE, [group])
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run(static, outputs)
+    for step in range(1, 21):
+        for tensor, new in zip(static, inputs(step, rank), strict=True):
+            tensor.copy_(new)
+        graph.replay()
+        found.append(is_right(outputs, step))
+    return found
+
+
+@pytest.mark.gpu
+def test_peer_copies_eager_and_replayed(ranks: RankPool) -> None:
+    assert ranks(run_on_gpus) == [[True] * 21] * R
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_loopback_on_a_gpu_gives_what_its_twin_gives(collective: str) -> None:
+    with fake_ranks(2) as group:
+        x = torch.arange(2 * (CHUNK_BYTES // 16) * 6).view(-1, 6).to(torch.bfloat16)
+        results = []
+        for device in ("cpu", "cuda"):
+            moved = x.to(device)
+            out = OPS.comm_buffers([moved], collective, group)
+            OPS.dispatch_send([moved], out, collective, group, "loopback", 0)
+            OPS.dispatch_recv(out, group, "loopback", 0)
+            results.append(out[0].cpu())
+        assert torch.equal(*results)

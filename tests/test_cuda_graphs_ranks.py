@@ -235,3 +235,45 @@ def test_a_bucket_that_no_step_is_padded_to_is_refused() -> None:
     for size in (2, 7):
         with pytest.raises(OptionError, match=rf"no step is padded to {size} rows"):
             step.capture([size], rows(3))
+
+
+@torch.no_grad()
+def run_half_way(rank: int) -> dict[str, Any]:
+    """A capture that fails with operations in flight, over a transport with slots."""
+    model = PlainMoe()
+    run = compiled(model, verify="static", transport="copy_engine")
+    serial = compiled(model, verify="static", schedule="sequential")
+    x = marked(rows(4, seed=rank))
+    wanted = serial(x)
+    graphs = CudaGraphs(run)
+    run(x)
+    program = dbo_fx.compilations()[-1]
+    record = program.runtime.record
+
+    def breaks(event: int, stream: str) -> None:
+        record(event, stream)
+        if what_captures() and in_flight():
+            raise ZeroDivisionError("half-way")
+
+    program.runtime.record = breaks  # type: ignore[method-assign]
+    text = error_of(graphs.capture, [4], x)
+    left = len(in_flight())
+    program.runtime.record = record  # type: ignore[method-assign]
+    eager = torch.equal(run(x), wanted)
+    graphs.capture([4], x)
+    return {"text": text, "left": left, "eager": eager, "replay": torch.equal(graphs(x), wanted)}
+
+
+def marked(x: Tensor) -> Tensor:
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def test_a_capture_that_fails_half_way_leaves_nothing_in_flight(ranks: RankPool) -> None:
+    for result in ranks(run_half_way):
+        assert result == {
+            "text": "ZeroDivisionError: half-way",
+            "left": 0,
+            "eager": True,
+            "replay": True,
+        }

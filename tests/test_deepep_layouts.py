@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
 import dbo_fx
 from dbo_fx.comm import abandon_in_flight, groups, in_flight
@@ -113,7 +114,7 @@ def run_fp8(rank: int) -> float:
     x = torch.randn(4, 256, generator=generator)
     ids = torch.tensor([[0, 2], [1, 3], [0, 3], [1, 2]])
     weights = torch.ones(4, 2)
-    found, scales, counts, src, ranges = OPS.dispatch_batched(x, ids, group, MOST, E, True)
+    found, scales, _, src, ranges = OPS.dispatch_batched(x, ids, group, MOST, E, True)
     assert found.dtype == torch.float8_e4m3fn
     y = dequantised(found, scales, x.dtype)
     out = OPS.combine_batched(y, ids, weights, src, ranges, group, MOST, E)
@@ -149,10 +150,12 @@ def run_rows(rank: int, transport: str, routing: str) -> dict[str, Any]:
     mine = here.any(1)
     number = int(mine.sum())
     seen["rows"] = torch.equal(x[:number], all_x[mine])
-    seen["tail"] = bool(x[number:].isnan().all() and (ids[number:] == -1).all())
-    seen["ids"] = torch.equal(ids[:number], torch.where(here, all_ids, -1)[mine])
+    none = rank * local - 1  # Of the rank before, or of no rank.
+    seen["tail"] = bool(x[number:].isnan().all() and (ids[number:] == none).all())
+    seen["ids"] = torch.equal(ids[:number], torch.where(here, all_ids, none)[mine])
     seen["shapes"] = x.shape == (10, H)
-    factor = torch.where(ids >= 0, weights * (ids + 1), 0).sum(-1, keepdim=True)
+    chosen = (ids >= rank * local) & (ids < rank * local + local)
+    factor = torch.where(chosen, weights * (ids + 1), 0).sum(-1, keepdim=True)
     y = x * factor  # Garbage stays garbage: a combine must not read it.
     back = OPS.comm_buffers([y], "rows_combine", group)
     OPS.combine_send([y], back, "rows_combine", group, transport, 0)
@@ -340,7 +343,7 @@ def run_program(rank: int, model: type[RowsMoe], transport: str) -> dict[str, An
     net = model(2)
     serial = compiled_for(net, transport, schedule="sequential", verify="static")
     given = []
-    for count in (6, 13, 2):
+    for count in (6, 13, 4):
         x = rows(count, seed=rank)
         torch._dynamo.mark_dynamic(x, 0)
         given.append(x)
@@ -349,9 +352,8 @@ def run_program(rank: int, model: type[RowsMoe], transport: str) -> dict[str, An
     same = [torch.equal(overlapped(x), w) for x, w in zip(given, want, strict=True)]
     plain = net.body
     net.experts = lambda layer, h: reference(net, layer, h)  # type: ignore[method-assign]
-    loose = 0.05 if model is RowsFp8Moe else 1e-5
     for x, w in zip(given, want, strict=True):
-        torch.testing.assert_close(F.linear(plain(x), net.head), w, atol=loose, rtol=loose)
+        torch.testing.assert_close(F.linear(plain(x), net.head), w, atol=1e-4, rtol=1e-4)
     return {"same": same, "transport": dbo_fx.compilations()[-1].program.transport}
 
 
@@ -359,11 +361,11 @@ def run_program(rank: int, model: type[RowsMoe], transport: str) -> dict[str, An
     ("model", "transport"),
     [
         (RowsMoe, "deepep_ht"),
-        (RowsMoe, "deepep_v2"),
-        (RowsFp8Moe, "deepep_ht"),
         (BatchedMoe, "deepep_ll"),
-        (BatchedMoe, "deepep_ll_async"),
-        (BatchedMoe, "gloo"),
+        pytest.param(RowsMoe, "deepep_v2", marks=pytest.mark.slow),
+        pytest.param(RowsFp8Moe, "deepep_ht", marks=pytest.mark.slow),
+        pytest.param(BatchedMoe, "deepep_ll_async", marks=pytest.mark.slow),
+        pytest.param(BatchedMoe, "gloo", marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
@@ -381,9 +383,10 @@ def run_two_orders(rank: int) -> str:
     net = BatchedMoe(1)
     x = rows(6, seed=rank)
     torch._dynamo.mark_dynamic(x, 0)
-    with pytest.raises(AgreementError) as refused:
+    with pytest.raises(BackendCompilerFailed) as refused:
         compiled_for(net, "deepep_ll", schedule=schedule)(x)
     assert in_flight() == ()
+    assert isinstance(refused.value.inner_exception, AgreementError)
     return str(refused.value)
 
 
@@ -399,4 +402,4 @@ def test_one_rank_is_enough_for_the_layouts() -> None:
         torch.testing.assert_close(net.experts(0, h), reference(net, 0, h))
         torch.testing.assert_close(RowsMoe(1).experts(0, h), reference(net, 0, h))
         assert groups.world_size(group) == 1
-        assert EXPERTS == net.local
+        assert net.local == EXPERTS

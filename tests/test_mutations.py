@@ -16,7 +16,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-p", "mutations", "-x", "-o", "addopt
 PARTS = {
     "normalize", "regions", "soundness", "positions", "microbatch", "halves", "schedule", "streams",
     "lower", "verify", "memory", "emit", "comm/gloo", "comm/deepep_ll",
-    "differential",
+    "differential", "graphs", "poison_on_free",
 }  # fmt: skip
 
 

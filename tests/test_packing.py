@@ -493,3 +493,38 @@ def test_compiled_segments_learn_the_size_of_a_block(fake_group: str) -> None:
         x = torch.randn(batch, 3, H)
         torch._dynamo.mark_dynamic(x, 0)
         assert split(x, counter).shape == x.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@torch.no_grad()
+@pytest.mark.parametrize("packing", [Packing(8, 64, "expert", 1.25), Packing(8, 64)], ids=str)
+def test_packing_on_the_gpu_gives_the_same_bits_eager_compiled_and_captured(
+    packing: Packing,
+) -> None:
+    torch._dynamo.reset()
+    x, (weights, ids) = torch.randn(777, 256).bfloat16(), torch.rand(777, 64).topk(6)
+    wanted = packing.pack(x, ids, weights)
+    y = torch.randn(8, wanted[0].shape[1], 256).bfloat16()
+    total = packing.unpack(y, wanted[1], weights)
+    given = [t.cuda() for t in (x, ids, weights, y)]
+    counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def step(x: Tensor, ids: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        packed, places, lost = packing.pack(x, ids, weights)
+        torch.ops.dbo_fx.note_overflow(counter, lost)
+        return packed, places, lost, packing.unpack(y, places, weights)
+
+    compiled = torch.compile(step, fullgraph=True)
+    runs = [step(*given), compiled(*given)]
+    for function in (step, compiled):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            runs.append(function(*given))
+        for _ in range(2):
+            graph.replay()
+    torch.cuda.synchronize()
+    for run_ in runs:
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(run_[:3], wanted, strict=True))
+        torch.testing.assert_close(run_[3].cpu(), total, equal_nan=True)
+    assert counter.item() == 6 * wanted[2].item()

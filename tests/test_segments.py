@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import Graph, GraphModule
 
 import dbo_fx
@@ -325,6 +330,63 @@ def test_a_backend_that_fails_is_named() -> None:
     match = r"segment_0: segment_backend='failing' did not compile it \(ValueError: wants another"
     with pytest.raises(UnsupportedGraphError, match=match):
         compiled(backend="failing")
+
+
+def test_damaged_files_are_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder of its own, with a warning that names the damaged one."""
+    folders = []
+
+    def standalone(gm: GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+        folders.append(cache_dir())
+        if len(folders) == 1:
+            raise ImportError("cut.so: file too short\nand more")
+        return gm.forward
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", standalone)
+    segment = compile_body(body(lambda x: (x + 1,), rows(4)), "inductor")
+    assert torch.equal(segment(rows(4))[0], rows(4) + 1)
+    assert folders[0] == cache_dir() != folders[1]
+    assert f"its files in {folders[0]} (ImportError: cut.so: file too short)" in caplog.text
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_segments import H, body, compile_body, rows
+
+def function(x, cache):
+    cache.add_(1)
+    return (x.sin() + cache,)
+
+segment = compile_body(body(function, rows(4), torch.zeros(H)), "inductor")
+cache = torch.ones(H)
+torch.testing.assert_close(segment(rows(4), cache)[0], rows(4).sin() + 2)
+print("right", cache[0].item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [None, ".so", ".py"])
+def test_processes_share_inductors_files(tmp_path: Path, damaged: str | None) -> None:
+    """Two that start together; and one that finds files that were cut short."""
+    tests = str(Path(__file__).parent)
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    line = [sys.executable, "-c", SCRIPT.format(tests=tests)]
+
+    def started() -> subprocess.Popen[str]:
+        return subprocess.Popen(line, env=env, text=True, stdout=-1, stderr=-1)
+
+    for process in [started(), started()]:
+        out, err = process.communicate(timeout=300)
+        assert out == "right 2.0\n", err
+    if damaged is not None:
+        for file in tmp_path.rglob(f"*{damaged}"):
+            file.write_text("cut")
+        out, err = started().communicate(timeout=300)
+        assert out == "right 2.0\n", err
+        assert f"Inductor could not use its files in {tmp_path}" in err
 
 
 class Place:

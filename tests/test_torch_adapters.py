@@ -6,6 +6,7 @@ Each failure says which file of dbo_fx uses the part.
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph
 
-from dbo_fx import symbols
+from dbo_fx import sm_limits, symbols
 from dbo_fx.capture import CapturedGraph, source_of, value_of
 from dbo_fx.comm import groups
 from dbo_fx.errors import CommunicationError
@@ -41,9 +42,24 @@ PARTS = [
     ("dbo_fx/comm/groups.py", "torch.distributed.distributed_c10d", "_get_process_group_store"),
     ("dbo_fx/comm/groups.py", "torch._C._distributed_c10d", "_register_process_group"),
     ("dbo_fx/comm/groups.py", "torch._C._distributed_c10d", "_unregister_process_group"),
+    ("dbo_fx/comm/staging.py", "torch.distributed._symmetric_memory", "rendezvous"),
+    ("dbo_fx/sm_limits.py", "torch._C", "_get_sm_carveout_experimental"),
+    ("dbo_fx/sm_limits.py", "torch._C", "_set_sm_carveout_experimental"),
     ("dbo_fx/torch_trace.py", "torch._logging._internal", "trace_structured"),
     ("dbo_fx/torch_trace.py", "torch._dynamo.convert_frame", "register_bytecode_hook"),
     ("dbo_fx/torch_trace.py", "torch._guards", "CompileContext.try_get"),
+    ("dbo_fx/segment_compilers.py", "torch._dynamo", "list_backends"),
+    ("dbo_fx/segment_compilers.py", "torch._dynamo", "lookup_backend"),
+    ("dbo_fx/segment_compilers.py", "torch._guards", "TracingContext"),
+    ("dbo_fx/segment_compilers.py", "torch._guards", "tracing"),
+    ("dbo_fx/segment_compilers.py", "torch._inductor", "standalone_compile"),
+    ("dbo_fx/segment_compilers.py", "torch._inductor.config", "get_hash"),
+    ("dbo_fx/segment_compilers.py", "torch._inductor.runtime.cache_dir_utils", "cache_dir"),
+    (
+        "dbo_fx/segment_compilers.py",
+        "torch._inductor.runtime.cache_dir_utils",
+        "temporary_cache_dir",
+    ),
     ("dbo_fx/capture.py", "torch._dynamo", "mark_dynamic"),
     # Without CUDA both are placeholders that `torch.cuda.memory` puts there.
     ("dbo_fx/graph_device.py", "torch._C", "_cuda_endAllocateToPool"),
@@ -278,3 +294,29 @@ def test_nodes_are_a_ring_that_append_relinks() -> None:
     assert [n.name for n in graph.nodes] == ["x", "cos", "sin", "output"], moved.format("append")
     assert graph._root._next._next is b
     graph.lint()
+
+
+# comm/staging.py and sm_limits.py.
+
+
+def test_symmetric_memory() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    moved = "torch changed {}; comm/staging.py maps peers' memory with it"
+    given = {"empty": ["size", "dtype", "device"], "rendezvous": ["tensor", "group"]}
+    for name, wanted in given.items():
+        found = list(inspect.signature(getattr(symmetric, name)).parameters)
+        assert found == wanted, moved.format(name)
+    for name, argument in (("get_buffer", "dtype"), ("barrier", "channel")):
+        assert argument in (getattr(_SymmetricMemory, name).__doc__ or ""), moved.format(name)
+
+
+def test_the_matmul_carveout() -> None:
+    before = sm_limits.matmul_carveout()
+    try:
+        sm_limits.set_matmul_carveout(8)
+        assert sm_limits.matmul_carveout() == 8
+    finally:
+        sm_limits.set_matmul_carveout(before)
+    assert sm_limits.matmul_carveout() is before is None

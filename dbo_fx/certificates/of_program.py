@@ -57,7 +57,8 @@ def execution_of_program(program: Program, contract: Contract | None = None) -> 
             number of SMs there.
     """
     contract = contract_of(program.transport) if contract is None else contract
-    check_sms(contract, program.sms)
+    if contract.name == program.transport:
+        check_sms(contract, program.sms)
     walk = _Walk(program, contract, PhaseModel(program))
     walk.all()
     required = tuple(required_order(walk.in_reference_order()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dbo_fx.comm import collectives, groups
@@ -26,7 +27,18 @@ def comm_buffers(inputs: Sequence[Tensor], collective: str, group: str) -> list[
         CommunicationError: Unknown collective, rows that do not divide evenly, or too many tokens.
     """
     check(inputs, collective, group)
+    if inputs and inputs[0].is_cuda:
+        _COMPUTE[inputs[0].get_device()] = torch.cuda.current_stream(inputs[0].device)
     return buffers(inputs, collective, group)
+
+
+_COMPUTE: dict[int, torch.cuda.Stream] = {}
+
+
+def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream on which a program last allocated its buffers on a device: its compute stream."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _COMPUTE.get(index)
 
 
 def check(inputs: Sequence[Tensor], collective: str, group: str) -> None:

@@ -69,24 +69,29 @@ def exchange(
 
     if collective == "reduce_scatter_sum":
         for source, _, place in pairs:
-            parts = source.unflatten(0, (ranks, -1))
+            parts = _parts(source, ranks)
             for peer in peers:
                 staged(peer, place, parts)[rank].copy_(parts[peer])
         staging.barrier()
         for source, output, place in pairs:
-            parts = source.unflatten(0, (ranks, -1))
+            parts = _parts(source, ranks)
             _add_up(parts[rank], staged(rank, place, parts), output, rank)
         return
     for source, _, place in pairs:
         staged(rank, place, source).copy_(source)
     staging.barrier()
     for source, output, place in pairs:
-        landing = output.unflatten(0, (ranks, -1))
+        landing = _parts(output, ranks)
         shape = (1, *source.shape) if collective == "all_gather" else landing.shape
         part = 0 if collective == "all_gather" else rank
         for peer in peers:
             landing[peer].copy_(staged(peer, place, source).view(shape)[part])
         landing[rank].copy_(source.view(shape)[part])
+
+
+def _parts(tensor: Tensor, ranks: int) -> Tensor:
+    """[R*n, ...] rows as [R, n, ...]."""
+    return tensor.view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
 
 
 def _add_up(own: Tensor, staged: Tensor, output: Tensor, rank: int) -> None:

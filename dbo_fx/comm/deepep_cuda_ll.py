@@ -22,7 +22,6 @@ from torch import Tensor
 from dbo_fx.comm import deepep_package, groups
 from dbo_fx.comm.deepep_groups import (
     check_rows,
-    note_compute_stream,
     open_buffer,
     show,
     wait_for_compute,
@@ -34,6 +33,7 @@ from dbo_fx.errors import CommunicationError
 
 HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MOST_CHOICES = 11
+DEVICE = "cuda"
 _REALIGN = (
     "A step that fails half-way leaves the index where it stopped: call "
     "dbo_fx.comm.abandon_in_flight() on every rank before the next step."
@@ -226,7 +226,6 @@ class LowLatency:
         Raises:
             CommunicationError: It would, or the Buffer must be mended first and a capture runs.
         """
-        note_compute_stream()
         found = self._buffers.get(group)
         if found is None:
             return
@@ -263,9 +262,8 @@ class LowLatency:
         sizes = shape.max_tokens, shape.hidden, shape.experts
         buffer.clean_low_latency_buffer(*sizes)
         if found.index:
-            device = torch.device("cuda", torch.cuda.current_device())
-            x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=device)
-            nowhere = torch.full((1, 1), -1, dtype=torch.int64, device=device)
+            x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
+            nowhere = torch.full((1, 1), -1, dtype=torch.int64, device=DEVICE)
             buffer.low_latency_dispatch(x, nowhere, shape.max_tokens, shape.experts, use_fp8=False)
             buffer.clean_low_latency_buffer(*sizes)
         found.index, found.unreceived, found.broken = 0, "", False

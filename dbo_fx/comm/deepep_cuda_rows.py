@@ -20,7 +20,6 @@ from dbo_fx.comm import deepep_package, groups
 from dbo_fx.comm.deepep_groups import (
     check_ranks,
     check_rows,
-    note_compute_stream,
     open_buffer,
     show,
     wait_for_compute,
@@ -28,6 +27,7 @@ from dbo_fx.comm.deepep_groups import (
 from dbo_fx.comm.expert_layouts import experts_of
 from dbo_fx.comm.pairing import Pair, PairingTransport
 from dbo_fx.errors import CommunicationError
+from dbo_fx.sm_limits import comm_sms
 
 LEAST_BYTES = 1 << 28
 LEAST_TOKENS = 64
@@ -49,6 +49,22 @@ class _Rows(PairingTransport):
         """Why it cannot be used on this machine; None if nothing speaks against it."""
         why = deepep_package.reason(self.contract.name)
         return None if why is None else str(why)
+
+    def sms(self, name: str) -> int:
+        """How many SMs a dispatch and its combine take.
+
+        Raises:
+            CommunicationError: An odd number.
+        """
+        asked = comm_sms()
+        found = self.contract.num_sms if asked is None else asked
+        assert found is not None
+        if found % 2:
+            raise CommunicationError(
+                f"{name}: found comm_sms={found}, but DeepEP's kernels work in pairs of SMs. Use "
+                "an even number."
+            )
+        return found
 
     def dispatch(
         self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], pair: Pair, group: str, name: str
@@ -79,7 +95,8 @@ class _Rows(PairingTransport):
         x = tuple(rows) if len(rows) > 1 else rows[0]
         found, chosen, given = self._dispatch(x, ids, weights, experts, group, pair, name)
         first = experts // ranks * groups.rank(group)
-        chosen = torch.where(chosen >= 0, chosen + first, -1)
+        if first:  # One kernel: -1 becomes an expert of the rank before, which is not here either.
+            chosen.add_(first)
         arrived = found if isinstance(found, tuple) else (found,)
         return Sent((*arrived, chosen, given), (*rows, ids, weights))
 
@@ -117,11 +134,6 @@ class _Rows(PairingTransport):
         """
         show(outputs, work.arrived)
 
-    def begin(self, group: str) -> None:
-        """Remember the compute stream, and refuse as `PairingTransport` does."""
-        super().begin(group)
-        note_compute_stream()
-
     @abstractmethod
     def _dispatch(
         self,
@@ -133,7 +145,7 @@ class _Rows(PairingTransport):
         pair: Pair,
         name: str,
     ) -> tuple[Any, Tensor, Tensor]:
-        """Launch; return rows (with scales), ids counted here or -1, weights, all of R*T rows."""
+        """Launch; return rows (with scales), own ids counted here or -1, weights: R*T rows."""
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
@@ -158,7 +170,8 @@ class HighThroughput(_Rows):
     ) -> tuple[Any, Tensor, Tensor]:
         ranks = check_ranks(name, group, (2, 4, 8))
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
-        buffer = self._buffer(group, hidden, ranks)
+        sms = self.sms(name)
+        buffer = self._buffer(group, hidden, ranks, sms)
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, experts)
         rows, chosen, given, _, handle, _ = buffer.dispatch(
             x,
@@ -170,27 +183,25 @@ class HighThroughput(_Rows):
             num_worst_tokens=ids.shape[0] * ranks,
             config=buffer.get_dispatch_config(ranks),
         )
-        pair.handle = handle, buffer
+        pair.handle = handle, buffer, sms
         return rows, chosen, given
 
     def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
-        kept, buffer = handle
+        kept, buffer, sms = handle
+        buffer.set_num_sms(sms)  # As its dispatch had: the handle counts channels.
         config = buffer.get_combine_config(groups.world_size(group))
         found: Tensor = buffer.combine(y, kept, config=config)[0]
         return found
 
-    def _buffer(self, group: str, hidden: int, ranks: int) -> Any:
-        """The group's Buffer; for wider rows a wider one beside it, since graphs keep theirs."""
-        width = hidden * 2
-        if group in self._buffers and self._buffers[group][0] >= width:
-            return self._buffers[group][1]
+    def _buffer(self, group: str, hidden: int, ranks: int, sms: int) -> Any:
+        """The group's Buffer; a larger one beside it where that is needed: graphs keep theirs."""
         deep_ep = deepep_package.load()
-        sms = self.contract.num_sms
-        assert sms is not None
         deep_ep.Buffer.set_num_sms(sms)
         kinds = deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config
-        need = max(kind(ranks).get_nvl_buffer_size_hint(width, ranks) for kind in kinds)
+        need = max(kind(ranks).get_nvl_buffer_size_hint(hidden * 2, ranks) for kind in kinds)
         size = -(-max(need, LEAST_BYTES) // 128) * 128
+        if group in self._buffers and self._buffers[group][0] >= size:
+            return self._buffers[group][1]
         members = groups.process_group(group)
         buffer = open_buffer(
             self.contract.name,
@@ -198,7 +209,7 @@ class HighThroughput(_Rows):
             f"{size} bytes",
             lambda: deep_ep.Buffer(members, size, 0, explicitly_destroy=True),
         )
-        self._buffers[group] = width, buffer
+        self._buffers[group] = size, buffer
         return buffer
 
 
@@ -206,7 +217,9 @@ class HighThroughput(_Rows):
 class Elastic(_Rows):
     """DeepEP V2."""
 
-    _buffers: dict[tuple[str, int, int, int, bool], Any] = field(default_factory=dict)
+    _buffers: dict[tuple[str, int, int, int, bool], tuple[Any, Tensor]] = field(
+        default_factory=dict
+    )
 
     def _dispatch(
         self,
@@ -219,40 +232,43 @@ class Elastic(_Rows):
         name: str,
     ) -> tuple[Any, Tensor, Tensor]:
         tokens, top_k = ids.shape
+        sms = self.sms(name)
         ranks = groups.world_size(group)
         fp8 = isinstance(x, tuple)
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
         # Kernels are compiled for it, which takes seconds: not one for every T.
         most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        buffer = self._buffer((group, most, hidden, top_k, fp8))
+        buffer, places = self._buffer((group, most, hidden, top_k, fp8), ids.device)
         found, chosen, given, handle, _ = buffer.dispatch(
             x,
             topk_idx=ids,
             topk_weights=weights,
             num_experts=experts,
             num_max_tokens_per_rank=most,
-            num_sms=self.contract.num_sms,
+            num_sms=sms,
             do_cpu_sync=False,
         )
         rows = tokens * ranks
         parts = found if isinstance(found, tuple) else (found,)
-        place = torch.arange(rows, device=ids.device).unsqueeze(1)
-        there = place < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-        chosen = chosen[:rows].to(torch.int64)
-        here = there & (chosen >= 0) & (chosen < experts // ranks)
-        pair.handle = handle, buffer, most * ranks
-        return tuple(p[:rows] for p in parts), torch.where(here, chosen, -1), given[:rows]
+        # What the kernel writes is an id of here or -1; behind its rows it writes nothing.
+        garbage = places[:rows] >= handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        chosen = chosen[:rows].masked_fill_(garbage, -1)
+        pair.handle = handle, buffer, most * ranks, sms
+        return tuple(p[:rows] for p in parts), chosen, given[:rows]
 
     def _combine(self, y: Tensor, handle: Any, group: str) -> Tensor:
-        kept, buffer, rows = handle
+        kept, buffer, rows, sms = handle
         if y.shape[0] != rows:  # Only for this many does the kernel look how many are there.
             wide = y.new_empty((rows, y.shape[1]))
             wide[: y.shape[0]] = y
             y = wide
-        found: Tensor = buffer.combine(y, kept, num_sms=self.contract.num_sms)[0]
+        found: Tensor = buffer.combine(y, kept, num_sms=sms)[0]
         return found
 
-    def _buffer(self, key: tuple[str, int, int, int, bool]) -> Any:
+    def _buffer(
+        self, key: tuple[str, int, int, int, bool], device: torch.device
+    ) -> tuple[Any, Tensor]:
+        """The Buffer of a shape class, and the numbers of its rows."""
         if key in self._buffers:
             return self._buffers[key]
         group, most, hidden, top_k, fp8 = key
@@ -262,7 +278,7 @@ class Elastic(_Rows):
         deep_ep = deepep_package.load()
         members = groups.process_group(group)
         sizes = f"{most} tokens, H={hidden} K={top_k}{' fp8' if fp8 else ''}"
-        self._buffers[key] = open_buffer(
+        buffer = open_buffer(
             self.contract.name,
             group,
             sizes,
@@ -275,4 +291,6 @@ class Elastic(_Rows):
                 explicitly_destroy=True,
             ),
         )
+        places = torch.arange(most * groups.world_size(group), device=device).unsqueeze(1)
+        self._buffers[key] = buffer, places
         return self._buffers[key]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import groups
+from dbo_fx.comm.buffers import compute_stream
 from dbo_fx.comm.expert_layouts import FP8
 from dbo_fx.errors import CommunicationError
 
@@ -94,22 +95,13 @@ def check_ranks(name: str, group: str, allowed: Sequence[int] | None) -> int:
     return ranks
 
 
-_COMPUTE: dict[int, torch.cuda.Stream] = {}
-
-
-def note_compute_stream() -> None:
-    """Remember the current stream as the one on which a program allocates its buffers."""
-    if torch.cuda.is_available():
-        _COMPUTE[torch.cuda.current_device()] = torch.cuda.current_stream()
-
-
 def wait_for_compute(device: torch.device) -> None:
     """Let the current stream wait for all that was launched on the compute stream.
 
     DeepEP allocates what arrives on the current stream, whose allocator hands blocks out again as
     soon as the last reference is gone. Who read them ran on the compute stream.
     """
-    compute = _COMPUTE.get(torch.cuda.current_device() if device.index is None else device.index)
+    compute = compute_stream(device)
     current = torch.cuda.current_stream(device)
     if compute is not None and compute != current:
         current.wait_stream(compute)

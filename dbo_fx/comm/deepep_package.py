@@ -111,8 +111,7 @@ def _libraries(mode: str) -> Reason | None:
         return Reason(f"{NVSHMEM} is not found", "pip install nvidia-nvshmem-cu13")
     if mode == "deepep_v2" and (missing := missing_symbols()):
         return Reason(
-            f"the loaded NCCL {nccl_version()} has no "
-            f"{', '.join(missing)}",
+            f"the loaded NCCL {nccl_version()} has no {', '.join(missing)}",
             "pip install 'nvidia-nccl-cu13>=2.30'",
         )
     return None

@@ -4,12 +4,14 @@ What a model can get wrong about them is here exactly as there:
 
 * A rank gets the rows that have an expert on it, one after the other by source; the place of a row
   says nothing of the rank and token that it came from.
-* Behind them is garbage up to R*T rows: NaN, with ids -1. A choice of an expert elsewhere has id -1
-  and weight 0.
+* Behind them is garbage up to R*T rows: NaN. Its ids, and those of experts elsewhere, are all one
+  that is not here: the last one of the rank before, -1 on rank 0. Choices of experts elsewhere have
+  weight 0, garbage has any.
 * A combine reads the rows that were received, and nothing behind them. It is unweighted.
 * A combine needs what its dispatch left with the transport.
 
-V2 leaves the ids of garbage rows uninitialised; the transport overwrites them, so both look alike.
+DeepEP counts ids on the rank and writes -1 for the others; the transport adds the rank's first
+expert. V2 leaves the ids of garbage uninitialised; the transport overwrites them.
 
 Source: `Buffer.dispatch` with `num_worst_tokens` and `intranode.cu`; `ElasticBuffer.dispatch` with
 `do_cpu_sync=False`.
@@ -117,7 +119,7 @@ class RowsTwin(PairingTransport):
         for visible, everyone in zip(outputs, work.hidden, strict=True):
             visible.fill_(poison(visible.dtype))
             visible[: len(rows)] = everyone[rows]
-        outputs[-2][len(rows) :] = -1
-        outputs[-2][: len(rows)].masked_fill_(~here[rows], -1)
+        outputs[-2][len(rows) :] = work.first - 1
+        outputs[-2][: len(rows)].masked_fill_(~here[rows], work.first - 1)
         outputs[-1][: len(rows)].masked_fill_(~here[rows], 0)
         pair.handle = _Arrival(rows, ids.shape[0])

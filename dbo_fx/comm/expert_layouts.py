@@ -9,7 +9,8 @@ Like a collective, an exchange goes by a text, which sends and certificates carr
 | `batched_dispatch M E` (`fp8`) | x [T, H], ids [T, K] | rows [E/R, R*M, H] and what follows |
 | `batched_combine M E` | y [E/R, R*M, H], ids, weights [T, K], src, ranges | [T, H] |
 
-`rows`: rows come in any order; those that have no choice on this rank are garbage with ids -1.
+`rows`: rows come in any order; those that have no choice on this rank are garbage, whose ids are
+no experts of this rank.
 `batched`: rows, scales [E/R, R*M, H/128 or 0], counts [E/R], src [E/R, R*M], ranges [E/R, R].
 Expert e of this rank has `counts[e]` rows, those behind are garbage. The rows of rank s are `n` of
 them from `begin` on, `ranges[e, s] = begin << 32 | n`, and `src` says which of its tokens each was.

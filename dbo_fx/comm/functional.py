@@ -45,7 +45,7 @@ def dispatch(
     Returns:
         The same three tensors with [R*T, ...] rows. Collectives bring every rank's rows, rank 0's
         first. Other transports bring those that have an expert here, in any order; the rest is
-        garbage with ids -1, and so are the ids of experts elsewhere.
+        garbage. Ids of garbage, and of experts elsewhere, are numbers of no expert of this rank.
     """
     x, ids, weights = run((x, ids, weights), "all_gather", group)
     return x, ids, weights

@@ -1,4 +1,4 @@
-"""The only file that touches private parts of torch.distributed.
+"""The only file that touches private parts of torch.distributed, besides `staging`.
 
 Everything else knows a process group by its name, the string that functional collectives use too.
 `tests/test_comm.py` fails by name when one of these parts moves.

@@ -47,12 +47,12 @@ def plan(
     Returns:
         The transfer, and for a sum the parts [peers, rows, ...] that it lands in.
     """
-    part = source if collective == "all_gather" else source.unflatten(0, (ranks, -1))[rank]
+    part = source if collective == "all_gather" else _parts(source, ranks)[rank]
     peers = [p for p in range(ranks) if p != rank] or [rank]
     if collective == "reduce_scatter_sum":
         parts = part.new_empty((len(peers), *part.shape))
         return Transfer(part, tuple(parts.unbind(0))), parts
-    landing = output.unflatten(0, (ranks, -1))
+    landing = _parts(output, ranks)
     return Transfer(part, tuple(landing[p] for p in peers)), None
 
 
@@ -69,13 +69,13 @@ def complete(
         rank: This rank in the group.
         ranks: R.
     """
-    own = source if collective == "all_gather" else source.unflatten(0, (ranks, -1))[rank]
+    own = source if collective == "all_gather" else _parts(source, ranks)[rank]
     if parts is not None:
         output.copy_(parts[0])
         for term in (*parts[1:], *([own] if ranks > 1 else [])):
             output.add_(term)
     elif ranks > 1:
-        output.unflatten(0, (ranks, -1))[rank].copy_(own)
+        _parts(output, ranks)[rank].copy_(own)
 
 
 class _Bus:
@@ -111,10 +111,17 @@ def _chunks(transfers: Sequence[Transfer]) -> list[tuple[Tensor, Tensor]]:
     """Pieces of at most `CHUNK_BYTES`, as bytes."""
     pieces: list[tuple[Tensor, Tensor]] = []
     for transfer in transfers:
-        sent = _bytes(transfer.source).split(CHUNK_BYTES)
-        for landing in transfer.landing:
-            pieces += zip(sent, _bytes(landing).split(CHUNK_BYTES), strict=True)
-    return [piece for piece in pieces if piece[0].numel()]
+        source = _bytes(transfer.source)
+        for landing in map(_bytes, transfer.landing):
+            for start in range(0, source.numel(), CHUNK_BYTES):
+                chunk = slice(start, start + CHUNK_BYTES)
+                pieces.append((source[chunk], landing[chunk]))
+    return pieces
+
+
+def _parts(tensor: Tensor, ranks: int) -> Tensor:
+    """[R*n, ...] rows as [R, n, ...]."""
+    return tensor.view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

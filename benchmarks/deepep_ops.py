@@ -1,0 +1,190 @@
+"""Dispatch + combine through dbo_fx's ops against direct DeepEP calls, in graph replay.
+
+    python benchmarks/deepep_ops.py --transport deepep_ht --tokens 64 512 4096
+
+Both run dispatch, a multiplication in place of the experts, and combine, PAIRS times in one CUDA
+graph, with the same Buffer, on one stream. Replays alternate; medians count. Needs DeepEP and one
+GPU for each rank (deepep_ll also runs with one rank). Results are merged into
+benchmarks/results/deepep_ops.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dbo_fx.comm import groups, transport_for
+from dbo_fx.comm.expert_layouts import Batched, rows_dispatch
+from dbo_fx.comm.protocol import begin_region
+from dbo_fx.launch import Ranks
+
+RESULTS = Path(__file__).parent / "results" / "deepep_ops.json"
+PAIRS, REPLAYS, TOP_K, EXPERTS = 20, 30, 6, 64
+LIMIT = 1.03
+OPS = torch.ops.dbo_fx
+
+
+def inputs(rank: int, tokens: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids and weights of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, hidden, generator=generator).bfloat16().cuda()
+    weights, ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOP_K)
+    return x, ids.cuda(), weights.cuda()
+
+
+def through_ops(transport: str, group: str, given: tuple[Tensor, ...], most: int) -> Tensor:
+    """One dispatch and combine through the halves."""
+    x, ids, weights = given
+    if transport.startswith("deepep_ll"):
+        sizes = Batched(most, EXPERTS)
+        names, sent, slots = (sizes.dispatch(), sizes.combine()), [x, ids], (0, 1)
+    else:
+        names, sent, slots = (
+            (rows_dispatch(EXPERTS), "rows_combine"),
+            [x, ids, weights],
+            (None,) * 2,
+        )
+    got = OPS.comm_buffers(sent, names[0], group)
+    OPS.dispatch_send(sent, got, names[0], group, transport, 0, slots[0])
+    OPS.dispatch_recv(got, group, transport, 0, slots[0])
+    y = got[0] * 2
+    back = [y, ids, weights, got[3], got[4]] if slots[0] == 0 else [y]
+    out = OPS.comm_buffers(back, names[1], group)
+    OPS.combine_send(back, out, names[1], group, transport, 0, slots[1])
+    OPS.combine_recv(out, group, transport, 0, slots[1])
+    found: Tensor = out[0]
+    return found
+
+
+def direct(transport: str, group: str, given: tuple[Tensor, ...], most: int) -> Tensor:
+    """The same by DeepEP's own Python calls, on the Buffer that the transport has made."""
+    x, ids, weights = given
+    carrier: Any = transport_for("cuda", transport)
+    ranks = groups.world_size(group)
+    if transport.startswith("deepep_ll"):
+        buffer = carrier._buffers[group].buffer
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, most, EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+        hook()
+        out, _, hook = buffer.low_latency_combine(
+            rows * 2, ids, weights, handle, return_recv_hook=True
+        )
+        hook()
+    elif transport == "deepep_ht":
+        buffer = carrier._buffers[group][1]
+        buffer.set_num_sms(carrier.contract.num_sms)
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_worst_tokens=len(x) * ranks,
+            config=buffer.get_dispatch_config(ranks),
+        )
+        out = buffer.combine(rows * 2, handle, config=buffer.get_combine_config(ranks))[0]
+    else:
+        (found,) = (b for k, b in carrier._buffers.items() if k[1] >= len(x) > k[1] // 2)
+        sms = carrier.contract.num_sms
+        rows, _, _, handle, _ = found[0].dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_experts=EXPERTS,
+            num_max_tokens_per_rank=handle_most(len(x)),
+            num_sms=sms,
+            do_cpu_sync=False,
+        )
+        out = found[0].combine(rows * 2, handle, num_sms=sms)[0]
+    kept: Tensor = out
+    return kept
+
+
+def handle_most(tokens: int) -> int:
+    """What the transport tells V2."""
+    return max(64, 1 << (tokens - 1).bit_length())
+
+
+def graph_of(run: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """PAIRS runs in one graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(PAIRS):
+            run()
+    return graph
+
+
+@torch.no_grad()
+def measure(rank: int, transport: str, tokens: int, hidden: int, most: int) -> dict[str, Any]:
+    """Microseconds of a dispatch and combine, both ways."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group = groups.name_of(None)
+    assert group is not None
+    given = inputs(rank, tokens, hidden)
+    begin_region(transport, [group])
+    runs = [
+        lambda: through_ops(transport, group, given, most),
+        lambda: direct(transport, group, given, most),
+    ]
+    same = torch.equal(*(run().clone() for run in runs))
+    graphs = [graph_of(run) for run in runs]
+    times: list[list[float]] = [[], []]
+    for _ in range(REPLAYS):
+        for graph, taken in zip(graphs, times, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            torch.distributed.barrier()
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            taken.append(start.elapsed_time(stop) * 1e3 / PAIRS)
+    ours, theirs = (statistics.median(taken) for taken in times)
+    return {"ops_us": round(ours, 2), "direct_us": round(theirs, 2), "same": same}
+
+
+def main() -> int:
+    """Measure, print, merge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--transport", default="deepep_ht")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--most", type=int, default=128, help="max_tokens of deepep_ll")
+    given = parser.parse_args()
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    ranks = Ranks(given.ranks)
+    failed = False
+    try:
+        for tokens in given.tokens:
+            arguments = (given.transport, tokens, given.hidden, given.most)
+            row = ranks.call(measure, arguments, timeout_s=200)[0]
+            row["ratio"] = round(row["ops_us"] / row["direct_us"], 3)
+            row |= {
+                "torch": torch.__version__,
+                "device": torch.cuda.get_device_name(),
+                "command": " ".join(["python", *sys.argv]),
+            }
+            known[f"{given.transport}, {given.ranks} ranks, T={tokens}, H={given.hidden}"] = row
+            failed |= row["ratio"] > LIMIT or not row["same"]
+            print(given.transport, tokens, row, flush=True)
+    finally:
+        ranks.close()
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

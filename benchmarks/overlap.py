@@ -6,8 +6,8 @@ Points that the output file already holds for this commit are skipped, so that a
 off goes on where it stopped.
 
     python benchmarks/overlap.py --points required --output benchmarks/results/overlap.json
-    python benchmarks/overlap.py --points host --ranks 2 --output ...   one GPU, peers imitated
-    python benchmarks/overlap.py --points tryout --output /tmp/x.json   two CPU ranks
+    python benchmarks/overlap.py --points host --output host.json   one GPU, peers imitated
+    python benchmarks/overlap.py --points tryout --output tryout.json   two CPU ranks
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ number of layers, and a split program and a sequential one run the same kernels.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,24 +18,12 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from dbo_fx.capture import value_of
-from dbo_fx.errors import UnsupportedGraphError, VerificationError
+from dbo_fx.errors import VerificationError
 from dbo_fx.passes.lower import structure
 from dbo_fx.segment_compilers import EAGER, Run, check_backend, compile_core, environment
 from dbo_fx.segment_core import Core, call_core, core_of
-from dbo_fx.symbols import (
-    FakeTensorMode,
-    SymbolFacts,
-    coefficient,
-    expression,
-    fake_mode_of,
-    fake_storage,
-    fake_tensor,
-    free_symbols,
-    rebuilt_mode,
-    symbol_facts,
-)
+from dbo_fx.segment_sizes import ALIGNMENT, CoreSizes, core_sizes
 
-ALIGNMENT = 16
 _ARTIFACTS: dict[str, Artifact] = {}
 
 
@@ -79,76 +67,6 @@ def artifacts() -> Mapping[str, Artifact]:
 def clear_artifacts() -> None:
     """Forget them: the next program compiles anew."""
     _ARTIFACTS.clear()
-
-
-@dataclass(frozen=True)
-class _Symbols:
-    """The size symbols of a core under names of its own, in a shape environment of its own.
-
-    Compiling adds guards. In Dynamo's environment they would become recompilations on one rank.
-
-    Attributes:
-        mode: The fake mode.
-        old: The captured graph's symbols, in the core's order; or a quotient of one (`s * 5 // 4`)
-            where the core's inputs show nothing else of it.
-        new: The core's symbols.
-        sizes: The core's symbols as sizes.
-        size: Makes a size of an expression over the new symbols.
-    """
-
-    mode: FakeTensorMode
-    old: tuple[sympy.Expr, ...]
-    new: tuple[sympy.Symbol, ...]
-    sizes: tuple[Any, ...]
-    size: Callable[[sympy.Expr], Any]
-
-    @classmethod
-    def of(cls, nodes: Sequence[Node], results: Sequence[torch.Tensor]) -> _Symbols:
-        values = [*map(value_of, nodes), *results]
-        free = dict.fromkeys(s for v in values for s in _ordered_symbols(v))
-        old = tuple(dict.fromkeys(x for s in free for x in _seen_sizes(s, nodes, values)))
-        env = next((m.shape_env for v in values if (m := fake_mode_of(v)) is not None), None)
-        facts, guards = [], []
-        if old:
-            assert env is not None
-            known = [_facts(env, s) for s in old]
-            for index, (symbol, fact) in enumerate(zip(old, known, strict=True)):
-                if fact is None:
-                    raise UnsupportedGraphError(f"size {symbol} is of an unknown kind")
-                facts.append(
-                    SymbolFacts(f"s{index}", fact.assumes, fact.lower, fact.upper, fact.hint)
-                )
-            rename = dict(zip(old, (f.symbol for f in facts), strict=True))
-            guards = [
-                g.expr.xreplace(rename) for g in env.guards if g.expr.free_symbols <= set(old)
-            ]
-        mode, size = rebuilt_mode(facts, guards)
-        new = tuple(f.symbol for f in facts)
-        return cls(mode, old, new, tuple(map(size, new)), size)
-
-    def renamed(self, number: Any) -> sympy.Expr:
-        return expression(number).xreplace(dict(zip(self.old, self.new, strict=True)))
-
-    def value(self, old: Any) -> Any:
-        """A fake value of the captured graph in this environment."""
-        if not isinstance(old, torch.Tensor):
-            return self.size(self.renamed(old)) if isinstance(old, torch.SymInt) else old
-        shape, stride = ([self.renamed(n) for n in part] for part in (old.shape, old.stride()))
-        offset = _misalignment(old)
-        last = sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
-        bytes_ = (last + 1 + offset) * old.element_size()
-        return fake_tensor(
-            self.mode,
-            fake_storage(self._number(bytes_)),
-            [self._number(n) for n in shape],
-            [self._number(n) for n in stride],
-            offset,
-            dtype=old.dtype,
-            device=old.device,
-        )
-
-    def _number(self, expr: Any) -> Any:
-        return int(expr) if sympy.sympify(expr).is_Integer else self.size(expr)
 
 
 @dataclass
@@ -248,35 +166,31 @@ def _put_in(core: Core, name: str, backend: str) -> Artifact:
     assert core.graph is not None
     assert core.call is not None
     inputs = [n for n in core.graph.nodes if n.op == "placeholder"]
-    symbols = _Symbols.of(inputs, core.results)
-    values = [symbols.value(value_of(n)) for n in inputs]
-    graph = _bare(core.graph, inputs, values, symbols.sizes)
+    sizes = core_sizes(inputs, core.results)
+    values = [sizes.value(value_of(n)) for n in inputs]
+    graph = _bare(core.graph, inputs, values, sizes.sizes)
     key = _key(graph, backend, values)
     if key not in _ARTIFACTS:
-        _ARTIFACTS[key] = _compile(graph, core, name, backend, symbols, values)
+        _ARTIFACTS[key] = _compile(graph, core, name, backend, sizes, values)
     artifact = _ARTIFACTS[key]
-    _call(core, symbols.old, artifact)
+    _call(core, sizes, artifact)
     return artifact
 
 
 def _compile(
-    graph: Graph, core: Core, name: str, backend: str, symbols: _Symbols, values: list[Any]
+    graph: Graph, core: Core, name: str, backend: str, sizes: CoreSizes, values: list[Any]
 ) -> Artifact:
-    assert symbols.mode.shape_env is not None
-    before = len(symbols.mode.shape_env.guards)
-    module = GraphModule({}, graph)
-    run = compile_core(backend, module, [*symbols.sizes, *values], symbols.mode, name)
-    rules = tuple(g.expr for g in symbols.mode.shape_env.guards[before:])
+    assert sizes.mode.shape_env is not None
+    before = len(sizes.mode.shape_env.guards)
     results = tuple(
-        (
-            r.dtype,
-            tuple(map(symbols.renamed, r.shape)),
-            tuple(map(symbols.renamed, r.stride())),
-        )
+        (r.dtype, tuple(map(sizes.renamed, r.shape)), tuple(map(sizes.renamed, r.stride())))
         for r in core.results
     )
+    module = GraphModule({}, graph)
+    run = compile_core(backend, module, [*sizes.sizes, *values], sizes.mode, name)
+    rules = tuple(g.expr for g in sizes.mode.shape_env.guards[before:])
     aligned = tuple(i for i in core.written if not values[i].storage_offset())
-    return Artifact(run, name, backend, symbols.new, rules, aligned, results)
+    return Artifact(run, name, backend, sizes.symbols, rules, aligned, results)
 
 
 def _bare(graph: Graph, inputs: list[Node], values: list[Any], sizes: Sequence[Any]) -> Graph:
@@ -305,92 +219,15 @@ def _key(graph: Graph, backend: str, values: Sequence[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _call(core: Core, symbols: Sequence[sympy.Expr], artifact: Artifact) -> None:
+def _call(core: Core, sizes: CoreSizes, artifact: Artifact) -> None:
     """Put the artifact in the place of the outer graph's stand-in."""
     assert core.call is not None
-    given = [a for a in core.call.args if isinstance(a, Node)]
-    with core.outer.inserting_before(core.call):
-        sizes = [_size(core.outer, symbol, given) for symbol in symbols]
-        call = core.outer.call_function(artifact.function(), (*sizes, *core.call.args))
     assert core.call.target is call_core
+    with core.outer.inserting_before(core.call):
+        numbers = sizes.read(core.outer, core.call.args)
+        call = core.outer.call_function(artifact.function(), (*numbers, *core.call.args))
     core.call.replace_all_uses_with(call)
     core.outer.erase_node(core.call)
-
-
-def _size(outer: Graph, symbol: sympy.Expr, given: Sequence[Node]) -> Node:
-    """The value of a size symbol: an argument, or read off a tensor's shape."""
-    for node in given:
-        if isinstance(value_of(node), torch.SymInt) and expression(value_of(node)) == symbol:
-            return node
-    found = _shown(symbol, given)
-    if found is not None:
-        return outer.call_function(size_in, found)
-    raise UnsupportedGraphError(
-        f"a segment's sizes follow {symbol}, but no input of it is a multiple of {symbol} long. "
-        "Compile with segment_backend='eager'."
-    )
-
-
-def _shown(symbol: sympy.Expr, given: Sequence[Node]) -> tuple[Node, int, int] | None:
-    """A tensor, a dim of it, and of how many times the symbol that dim is."""
-    for node in given:
-        value = value_of(node)
-        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
-            times = coefficient(expression(size), symbol)
-            if times is not None and times > 0:
-                return node, dim, times
-    return None
-
-
-def _seen_sizes(
-    symbol: sympy.Symbol, given: Sequence[Node], values: Sequence[Any]
-) -> tuple[sympy.Expr, ...]:
-    """The symbol; or quotients of it, if the inputs show only these and all sizes follow them."""
-    passed = [value_of(n) for n in given]
-    direct = any(isinstance(v, torch.SymInt) and expression(v) == symbol for v in passed)
-    if direct or _shown(symbol, given) is not None:
-        return (symbol,)
-    numbers = [expression(n) for v in values for n in _numbers(v)]
-    parts = {a for n in numbers for a in n.atoms(sympy.Function) if symbol in a.free_symbols}
-    shown = sorted((a for a in parts if _shown(a, given) is not None), key=str)
-    hidden = {a: sympy.Dummy() for a in shown}
-    if any(symbol in n.xreplace(hidden).free_symbols for n in numbers):
-        return (symbol,)
-    return tuple(shown)
-
-
-def _facts(env: Any, size: sympy.Expr) -> SymbolFacts | None:
-    """What is known of a symbol, or of a quotient, which grows with its symbols."""
-    if isinstance(size, sympy.Symbol):
-        return symbol_facts(env, size)
-    parts = {s: symbol_facts(env, s) for s in size.free_symbols}
-    if any(f is None or f.lower is None for f in parts.values()):
-        return None
-    lower = int(size.subs({s: f.lower for s, f in parts.items() if f is not None}))
-    hints = {s: f.hint for s, f in parts.items() if f is not None and f.hint is not None}
-    hint = int(size.subs(hints)) if len(hints) == len(parts) else None
-    return SymbolFacts("", "positive" if lower > 0 else "nonnegative", lower, None, hint)
-
-
-def size_in(tensor: torch.Tensor, dim: int, times: int) -> int:
-    """The value of a size symbol, of which a tensor's dim is a multiple."""
-    return tensor.shape[dim] // times
-
-
-def _ordered_symbols(value: Any) -> Iterator[sympy.Symbol]:
-    for number in _numbers(value):
-        yield from sorted(free_symbols(number), key=str)
-
-
-def _numbers(value: Any) -> tuple[Any, ...]:
-    sized = isinstance(value, torch.Tensor)
-    return (*value.shape, *value.stride()) if sized else (value,)
-
-
-def _misalignment(value: torch.Tensor) -> int:
-    """Elements by which a tensor begins behind a multiple of 16 bytes, as it was traced."""
-    offset, width = value.storage_offset(), value.element_size()
-    return offset * width % ALIGNMENT // width if isinstance(offset, int) else 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -407,7 +407,7 @@ def in_terminal(*arguments: str) -> str:
 
 
 def test_tables_are_drawn_in_a_terminal_and_plain_in_a_pipe():
-    arguments = ("explain", "mlp_shared_overlap", "--layer", "1")
+    arguments = ("explain", "mlp_shared_overlap", "--layer", "1", "--transport", "deepep_ll")
     drawn, piped = in_terminal(*arguments), run(*arguments).stdout
     assert "\u2500" in drawn  # A line of a table.
     assert "\u2500" not in piped

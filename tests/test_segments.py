@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.fx import Graph, GraphModule
 
 import dbo_fx
+from dbo_fx import symbols
 from dbo_fx.backend import compile_captured
 from dbo_fx.capture import value_of
 from dbo_fx.compiled import CompiledProgram
@@ -25,8 +27,10 @@ from dbo_fx.graph_python import python_text
 from dbo_fx.options import Options
 from dbo_fx.segment_compilers import check_backend
 from dbo_fx.segment_core import core_of
+from dbo_fx.segment_sizes import CoreSizes, Source, core_sizes, size_in
 from dbo_fx.segments import Artifact, CompiledSegment, artifacts, body_of, clear_artifacts
-from small_moe import CachedMoe, H, PlainMoe, one_rank, rows, traced_model
+from dbo_fx.symbols import SymbolFacts, rebuilt_mode
+from small_moe import CachedMoe, H, PlainMoe, one_rank, rows, traced, traced_model
 
 aten = torch.ops.aten
 COUNTED: list[GraphModule] = []
@@ -318,6 +322,70 @@ def test_what_the_compiler_assumed_is_checked() -> None:
     run(program, PlainMoe, 1, 8)
     with pytest.raises(VerificationError, match=r"not good for \{s0: 7\}: the compiler assumed"):
         run(program, PlainMoe, 1, 14)
+
+
+class Sequences(PlainMoe):
+    """[B, S, H] -> [B, S, H], with both sizes symbolic: what follows the gate sees B * S only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.flatten(0, 1)).view(x.shape)
+
+
+@pytest.mark.parametrize("backend", ["counted", "aot_eager"])
+def test_several_symbolic_sizes(backend: str) -> None:
+    x = torch.randn(6, 3, H)
+    torch._dynamo.mark_dynamic(x, 1)
+    trace = traced(Sequences(), (x,), split_dim=0)
+    options = Options(segment_backend=backend, split_dim=0)
+    program = compile_captured(trace.fresh(), options)
+    assert {len(a.symbols) for a in artifacts().values()} >= {1}
+    for batch, count in ((6, 3), (4, 5), (9, 2)):
+        given = torch.randn(batch, count, H)
+        wanted = Sequences()(given)
+        sizes = {6: batch, 3: count}
+        inputs = [sizes[i] if isinstance(i, int) else i for i in trace.args()]
+        inputs[trace.captured.token_inputs[0].index] = given
+        with torch.no_grad():
+            torch.testing.assert_close(program(*inputs)[0], wanted)
+
+
+def test_sizes_are_read_where_they_stand() -> None:
+    """Of a product, of a factor beside a known one, and of a size that is an argument."""
+    mode, size = rebuilt_mode([SymbolFacts(n, "positive", 2, None, 4) for n in "abc"], [])
+    a, b, c = (size(sympy.Symbol(n, integer=True, positive=True)) for n in "abc")
+
+    def places(*values: Any) -> CoreSizes:
+        graph = Graph()
+        for index, value in enumerate(values):
+            graph.placeholder(f"x{index}").meta = {"val": value}
+        return core_sizes(list(graph.nodes), ())
+
+    def tensor(*shape: Any) -> Tensor:
+        return symbols.fake_tensor(
+            mode,
+            symbols.fake_storage(4096),
+            shape,
+            [1] * len(shape),
+            0,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+
+    assert places(tensor(4 * a * b, 8)).sources == (Source(0, 0, 4, ()),)
+    assert places(tensor(3, 4 * a * b), tensor(a)).sources == (
+        Source(1, 0, 1, ()),
+        Source(0, 1, 4, (0,)),
+    )
+    assert places(tensor(a * b * c), tensor(2 * a * b)).sources == (
+        Source(1, 0, 2, ()),
+        Source(0, 0, 1, (0,)),
+    )
+    assert places(tensor(3), a).sources == (Source(1, None, 1, ()),)
+    found = places(tensor(4 * a * b, 8))
+    assert str(found.renamed(512 * a * b)) == "512*s0"
+    assert [size_in(torch.zeros(24, 2), 0, 4), size_in(24, None, 2, 3)] == [6, 4]
+    with pytest.raises(UnsupportedGraphError, match=r"cannot be read off the shapes"):
+        found.renamed(a)
 
 
 @torch._dynamo.register_backend(name="failing")

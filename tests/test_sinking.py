@@ -89,7 +89,7 @@ def test_it_lets_more_run_beside() -> None:
 
 
 @pytest.mark.parametrize("model", [PlainMoe, CachedMoe, TwoLaunches])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [2])
 @pytest.mark.parametrize("schedule", [SHIPPED, "sequential"])
 def test_a_graph_is_certified_and_nothing_else_moves(
     model: type[PlainMoe], layers: int, schedule: str

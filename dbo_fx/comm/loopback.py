@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import groups
-from dbo_fx.comm.poison import poison
 from dbo_fx.contracts import LOOPBACK, Contract
 from dbo_fx.errors import CommunicationError
 
@@ -92,7 +91,7 @@ class _Bus:
         self.out.wait_stream(current)
         self.back.wait_stream(current)
         returned: list[torch.cuda.Event] = []
-        for source, landing in _chunks(transfers):
+        for source, landing in chunks(transfers):
             host = self.pinned[len(returned) % CHUNKS][: source.numel()]
             if len(returned) >= CHUNKS:
                 self.out.wait_event(returned[-CHUNKS])
@@ -107,8 +106,12 @@ class _Bus:
         current.wait_stream(self.out)
 
 
-def _chunks(transfers: Sequence[Transfer]) -> list[tuple[Tensor, Tensor]]:
-    """Pieces of at most `CHUNK_BYTES`, as bytes."""
+def chunks(transfers: Sequence[Transfer]) -> list[tuple[Tensor, Tensor]]:
+    """Cut transfers into pieces of at most `CHUNK_BYTES`: source and landing place, as bytes.
+
+    Args:
+        transfers: What an operation moves.
+    """
     pieces: list[tuple[Tensor, Tensor]] = []
     for transfer in transfers:
         source = _bytes(transfer.source)
@@ -128,7 +131,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _refuse_peers(group: str) -> None:
+def refuse_peers(group: str) -> None:
+    """Refuse a group of more than one real rank.
+
+    Args:
+        group: Name of the process group.
+
+    Raises:
+        CommunicationError: Its ranks would get nothing from each other.
+    """
     if not groups.is_fake(group) and groups.world_size(group) > 1:
         raise CommunicationError(
             f"loopback: group {group!r} has {groups.world_size(group)} real ranks, and loopback "
@@ -175,7 +186,7 @@ class Loopback:
         Raises:
             CommunicationError: The group has real peers, or the first operation is captured.
         """
-        _refuse_peers(group)
+        refuse_peers(group)
         bus = self._bus(inputs[0].device)
         rank, ranks = groups.rank(group), groups.world_size(group)
         sources = tuple(t.contiguous() for t in inputs)
@@ -204,76 +215,6 @@ class Loopback:
             flight: What `launch` returned; the caller lets go of it after this.
             outputs: The outputs of the launch.
         """
-
-    def begin(self, group: str) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of the process group.
-        """
-
-    def realign(self, group: str | None) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of a process group; None for all.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class LoopbackTwin:
-    """The same results on CPU tensors, hidden until the recv."""
-
-    contract: Contract = LOOPBACK
-
-    def launch(
-        self,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        collective: str,
-        group: str,
-        slot: int | None,
-        name: str,
-    ) -> tuple[Tensor, ...]:
-        """Compute the results and poison the visible outputs; see `Loopback.launch`.
-
-        Args:
-            inputs: Tensors of this rank, rows first.
-            outputs: Visible outputs, one for each input; poisoned until `finish`.
-            collective: A name in `collectives.COLLECTIVES`.
-            group: Name of a group without real peers.
-            slot: Not used.
-            name: Not used.
-
-        Returns:
-            What `finish` shows.
-
-        Raises:
-            CommunicationError: The group has real peers.
-        """
-        _refuse_peers(group)
-        rank, ranks = groups.rank(group), groups.world_size(group)
-        hidden = []
-        for given, visible in zip(inputs, outputs, strict=True):
-            source = given.contiguous()
-            output = torch.empty_like(visible, memory_format=torch.contiguous_format)
-            transfer, parts = plan(collective, source, output, rank, ranks)
-            for sent, landed in _chunks([transfer]):
-                landed.copy_(sent)
-            complete(collective, source, output, parts, rank, ranks)
-            visible.fill_(poison(visible.dtype))
-            hidden.append(output)
-        return tuple(hidden)
-
-    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
-        """Show what has arrived.
-
-        Args:
-            flight: What `launch` returned.
-            outputs: The visible outputs that were launched with it.
-        """
-        for visible, real in zip(outputs, flight, strict=True):
-            visible.copy_(real)
 
     def begin(self, group: str) -> None:
         """Do nothing: no operation depends on those before it.

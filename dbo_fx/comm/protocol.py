@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dbo_fx.comm.copy_engine import CopyEngine, CopyEngineTwin
+from dbo_fx.comm.copy_engine import CopyEngine
+from dbo_fx.comm.copy_engine_twin import CopyEngineTwin
 from dbo_fx.comm.deepep_cuda_ll import LowLatency
 from dbo_fx.comm.deepep_cuda_rows import Elastic, HighThroughput
 from dbo_fx.comm.deepep_ll import LowLatencyTwin
 from dbo_fx.comm.deepep_rows import RowsTwin
 from dbo_fx.comm.gloo import GlooReference
-from dbo_fx.comm.loopback import Loopback, LoopbackTwin
+from dbo_fx.comm.loopback import Loopback
+from dbo_fx.comm.loopback_twin import LoopbackTwin
 from dbo_fx.comm.nccl import Nccl
 from dbo_fx.contracts import DEEPEP_HT, DEEPEP_LL_ASYNC, DEEPEP_V2, Contract, register_contract
 from dbo_fx.errors import CommunicationError, OptionError

@@ -1,0 +1,228 @@
+"""The sizes of a core under symbols of its own, in a shape environment of its own.
+
+A core gets the value of every size symbol as an argument, in front of its tensors. Where that value
+can be read at run time is found here: off an argument that is a size, or off a tensor's shape.
+
+    x [s, 16, 128], w [...]         s is x.shape[0]
+    y [16*s, 4], no other           s is y.shape[0] // 16
+    y [4*a*b, 8], no other          only a*b is known: it takes the place of both
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from dbo_fx.capture import value_of
+from dbo_fx.errors import UnsupportedGraphError
+from dbo_fx.symbols import (
+    FakeTensorMode,
+    SymbolFacts,
+    expression,
+    fake_mode_of,
+    fake_storage,
+    fake_tensor,
+    free_symbols,
+    rebuilt_mode,
+    symbol_facts,
+)
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the value of a size is read.
+
+    Attributes:
+        index: Of the core's argument.
+        dim: Of a tensor; None for an argument that is a number.
+        times: How often the size is contained there.
+        others: Sizes that it is multiplied with there, by their numbers.
+    """
+
+    index: int
+    dim: int | None
+    times: int
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CoreSizes:
+    """Sizes of a core.
+
+    Compiling adds guards. In Dynamo's environment they would become recompilations on one rank.
+
+    Attributes:
+        mode: The core's fake mode.
+        symbols: The core's symbols.
+        sizes: They as sizes.
+        sources: Where their values are read.
+        rename: From the captured graph's symbols.
+        size: Makes a size of an expression over the core's symbols.
+    """
+
+    mode: FakeTensorMode
+    symbols: tuple[sympy.Symbol, ...]
+    sizes: tuple[Any, ...]
+    sources: tuple[Source, ...]
+    rename: dict[sympy.Symbol, sympy.Expr]
+    size: Callable[[sympy.Expr], Any]
+
+    def renamed(self, number: Any) -> sympy.Expr:
+        """A size of the captured graph over the core's symbols.
+
+        Raises:
+            UnsupportedGraphError: it follows something that no input tells.
+        """
+        found = expression(number).xreplace(self.rename)
+        if not found.free_symbols <= set(self.symbols):
+            raise UnsupportedGraphError(
+                f"a segment has the size {expression(number)}, which cannot be read off the shapes "
+                "of its inputs. Compile with segment_backend='eager'."
+            )
+        return found
+
+    def value(self, old: Any) -> Any:
+        """A fake value of the captured graph in the core's environment."""
+        if not isinstance(old, torch.Tensor):
+            return self._number(self.renamed(old)) if isinstance(old, torch.SymInt) else old
+        shape, stride = ([self.renamed(n) for n in part] for part in (old.shape, old.stride()))
+        offset = misalignment(old)
+        last = sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
+        return fake_tensor(
+            self.mode,
+            fake_storage(self._number((last + 1 + offset) * old.element_size())),
+            [self._number(n) for n in shape],
+            [self._number(n) for n in stride],
+            offset,
+            dtype=old.dtype,
+            device=old.device,
+        )
+
+    def _number(self, expr: Any) -> Any:
+        return int(expr) if sympy.sympify(expr).is_Integer else self.size(expr)
+
+    def read(self, outer: Graph, arguments: Sequence[Any]) -> list[Node]:
+        """Nodes that read the values, in order."""
+        nodes: list[Node] = []
+        for source in self.sources:
+            given = arguments[source.index]
+            if source.dim is None and source.times == 1 and not source.others:
+                nodes.append(given)
+                continue
+            others = [nodes[i] for i in source.others]
+            args = (given, source.dim, source.times, *others)
+            nodes.append(outer.call_function(size_in, args))
+        return nodes
+
+
+def core_sizes(inputs: Sequence[Node], results: Sequence[torch.Tensor]) -> CoreSizes:
+    """Find the sizes of a core.
+
+    Args:
+        inputs: Its placeholders.
+        results: What was traced for its results.
+
+    Raises:
+        UnsupportedGraphError: a size is of an unknown kind.
+    """
+    values = [*map(value_of, inputs), *results]
+    free = tuple(dict.fromkeys(s for v in values for s in _symbols(v)))
+    env = next((m.shape_env for v in values if (m := fake_mode_of(v)) is not None), None)
+    terms, sources = _solve(free, list(_places(inputs)))
+    facts = []
+    for index, term in enumerate(terms):
+        assert env is not None
+        known = [symbol_facts(env, s) for s in term]
+        if None in known:
+            raise UnsupportedGraphError(f"size {term[0]} is of an unknown kind")
+        facts.append(_product(f"s{index}", [f for f in known if f is not None]))
+    new = tuple(f.symbol for f in facts)
+    rename: dict[sympy.Symbol, sympy.Expr] = {}
+    for term, symbol in zip(terms, new, strict=True):
+        rename[term[-1]] = symbol / sympy.Mul(*term[:-1])
+    guards = [g.expr.xreplace(rename) for g in env.guards] if env is not None and new else []
+    mode, size = rebuilt_mode(facts, [g for g in guards if g.free_symbols <= set(new)])
+    return CoreSizes(mode, new, tuple(map(size, new)), tuple(sources), rename, size)
+
+
+def size_in(value: Any, dim: int | None, times: int, *others: int) -> int:
+    """The value of a size, which is contained in a number or in a tensor's dim."""
+    number: int = value if dim is None else value.shape[dim]
+    return number // (times * prod(others))
+
+
+def misalignment(value: torch.Tensor) -> int:
+    """Elements by which a tensor begins behind a multiple of 16 bytes, as it was traced."""
+    offset, width = value.storage_offset(), value.element_size()
+    return offset * width % ALIGNMENT // width if isinstance(offset, int) else 0
+
+
+Term = tuple[sympy.Symbol, ...]
+Place = tuple[int, int | None, int, Term]
+
+
+def _places(inputs: Sequence[Node]) -> Iterator[Place]:
+    """Sizes that are a number times a product of symbols: argument, dim, number, symbols."""
+    for index, node in enumerate(inputs):
+        value = value_of(node)
+        is_tensor = isinstance(value, torch.Tensor)
+        dims = enumerate(value.shape) if is_tensor else [(None, value)]
+        for dim, size in dims:
+            if not isinstance(size, torch.SymInt):
+                continue
+            times, factors = expression(size).as_coeff_mul()
+            if times.is_Integer and times > 0 and all(f.is_Symbol for f in factors):
+                yield index, dim, int(times), tuple(sorted(factors, key=str))
+
+
+def _solve(free: Sequence[sympy.Symbol], places: list[Place]) -> tuple[list[Term], list[Source]]:
+    """Symbols whose values can be read, and products of the others; both in a fixed order."""
+    terms: list[Term] = []
+    sources: list[Source] = []
+    number: dict[sympy.Symbol, int] = {}
+    for most in (1, len(free)):  # Single symbols first.
+        progress = True
+        while progress:
+            progress = False
+            for index, dim, times, factors in places:
+                term = tuple(f for f in factors if f not in number)
+                if not 0 < len(term) <= most:
+                    continue
+                others = tuple(sorted({number[f] for f in factors if f in number}))
+                if Counter(f for i in others for f in terms[i]) != Counter(factors) - Counter(term):
+                    continue
+                number.update(dict.fromkeys(term, len(terms)))
+                terms.append(term)
+                sources.append(Source(index, dim, times, others))
+                progress = True
+    return terms, sources
+
+
+def _product(name: str, facts: Sequence[SymbolFacts]) -> SymbolFacts:
+    """What is known of a product of sizes."""
+    if len(facts) == 1:
+        (one,) = facts
+        return SymbolFacts(name, one.assumes, one.lower, one.upper, one.hint)
+    lowers, uppers, hints = ([getattr(f, k) for f in facts] for k in ("lower", "upper", "hint"))
+    return SymbolFacts(
+        name,
+        "positive",
+        prod(max(low or 1, 1) for low in lowers),
+        None if None in uppers else prod(uppers),
+        None if None in hints else prod(hints),
+    )
+
+
+def _symbols(value: Any) -> Iterator[sympy.Symbol]:
+    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    for number in numbers:
+        yield from sorted(free_symbols(number), key=str)

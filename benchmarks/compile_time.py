@@ -74,6 +74,8 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     """One measurement, in this process."""
     started = time.perf_counter()
     import torch
+    import torch._inductor.compile_fx  # Otherwise imported by the first compilation.
+    import torch._inductor.standalone_compile
     import torch.distributed as dist
 
     import dbo_fx
@@ -141,8 +143,10 @@ def record(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     is_cuda = args.device == "cuda"
     key = f"{args.device} {args.preset} {args.layers} layers, {args.backend or 'default'} segments"
     found = json.loads(args.output.read_text()) if args.output.exists() else {}
+    chosen = ["device", "preset", "layers", "batch", "tokens", "backend", "steps"]
+    given = " ".join(f"--{k} {v}" for k in chosen if (v := getattr(args, k)) is not None)
     found[key] = {
-        "command": f"python benchmarks/compile_time.py {' '.join(sys.argv[1:])}",
+        "command": f"python benchmarks/compile_time.py {given}",
         "commit": args.commit or commit(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(0) if is_cuda else "cpu",

@@ -104,6 +104,15 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
+POSITION = "dbo_fx_position"
+
+
+def size_of(node: Node) -> sympy.Expr:
+    """A number as an expression; over `START`, too, where it says where a microbatch begins."""
+    position: sympy.Expr | None = node.meta.get(POSITION)
+    return expression(value_of(node)) if position is None else position
+
+
 def where(node: Node) -> str:
     """`name (op) in module path at file:line` for messages, as far as Dynamo knows them."""
     trace = node.meta.get("stack_trace") or ""

@@ -96,7 +96,9 @@ def _copies(args: tuple[Any, ...], written: list[int]) -> list[Any]:
         if not isinstance(value, torch.Tensor) or _storage(value) not in touched:
             continue
         storage = value.untyped_storage()
-        copy = copies.setdefault(_storage(value), storage.clone())
+        if _storage(value) not in copies:
+            copies[_storage(value)] = storage.clone()  # type: ignore[no-untyped-call]
+        copy = copies[_storage(value)]
         empty = torch.empty(0, dtype=value.dtype, device=value.device)
         given[index] = empty.set_(copy, value.storage_offset(), value.shape, value.stride())
     return given

@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from dbo_fx.capture import is_size_value, value_of, where
+from dbo_fx.capture import POSITION, is_size_value, value_of, where
 from dbo_fx.effects import effects_of, extent
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.symbols import expression, same_storage_key
@@ -178,7 +178,8 @@ class _Cut:
             place = (_key(node), _geometry(node)) if _key(node) in self.written_keys else node
             if place not in places:
                 places[place] = self.inner.placeholder(f"x{len(self.arguments)}")
-                places[place].meta["val"] = value_of(node)
+                kept = ("val", POSITION)
+                places[place].meta = {k: node.meta[k] for k in kept if k in node.meta}
                 self.arguments.append(node)
             env[node] = places[place]
         for node in nodes[:-1]:

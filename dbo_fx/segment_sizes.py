@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,16 +20,16 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from dbo_fx.capture import value_of
+from dbo_fx.capture import size_of, value_of
 from dbo_fx.errors import UnsupportedGraphError
 from dbo_fx.symbols import (
+    START,
     FakeTensorMode,
     SymbolFacts,
     expression,
     fake_mode_of,
     fake_storage,
     fake_tensor,
-    free_symbols,
     rebuilt_mode,
     symbol_facts,
 )
@@ -64,6 +64,7 @@ class CoreSizes:
         mode: The core's fake mode.
         symbols: The core's symbols.
         sizes: They as sizes.
+        hints: Their values while tracing, as far as they are known.
         sources: Where their values are read.
         rename: From the captured graph's symbols.
         size: Makes a size of an expression over the core's symbols.
@@ -72,6 +73,7 @@ class CoreSizes:
     mode: FakeTensorMode
     symbols: tuple[sympy.Symbol, ...]
     sizes: tuple[Any, ...]
+    hints: dict[sympy.Symbol, int]
     sources: tuple[Source, ...]
     rename: dict[sympy.Symbol, sympy.Expr]
     size: Callable[[sympy.Expr], Any]
@@ -82,18 +84,22 @@ class CoreSizes:
         Raises:
             UnsupportedGraphError: it follows something that no input tells.
         """
-        found = expression(number).xreplace(self.rename)
+        return self._renamed(expression(number))
+
+    def _renamed(self, old: sympy.Expr) -> sympy.Expr:
+        found = old.xreplace(self.rename)
         if not found.free_symbols <= set(self.symbols):
             raise UnsupportedGraphError(
-                f"a segment has the size {expression(number)}, which cannot be read off the shapes "
+                f"a segment has the size {old}, which cannot be read off the shapes "
                 "of its inputs. Compile with segment_backend='eager'."
             )
         return found
 
-    def value(self, old: Any) -> Any:
-        """A fake value of the captured graph in the core's environment."""
+    def value(self, node: Node) -> Any:
+        """What was traced for an input, in the core's environment."""
+        old = value_of(node)
         if not isinstance(old, torch.Tensor):
-            return self._number(self.renamed(old)) if isinstance(old, torch.SymInt) else old
+            return self._number(self._renamed(size_of(node)))
         shape, stride = ([self.renamed(n) for n in part] for part in (old.shape, old.stride()))
         offset = misalignment(old)
         last = sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
@@ -135,13 +141,19 @@ def core_sizes(inputs: Sequence[Node], results: Sequence[torch.Tensor]) -> CoreS
         UnsupportedGraphError: a size is of an unknown kind.
     """
     values = [*map(value_of, inputs), *results]
-    free = tuple(dict.fromkeys(s for v in values for s in _symbols(v)))
+    numbers = [size_of(n) for n in inputs if not isinstance(value_of(n), torch.Tensor)]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    numbers += [expression(s) for v in tensors for s in (*v.shape, *v.stride())]
+    free = tuple(dict.fromkeys(s for e in numbers for s in sorted(e.free_symbols, key=str)))
     env = next((m.shape_env for v in values if (m := fake_mode_of(v)) is not None), None)
+    # Sizes in the bounds of windows that begin where the microbatch begins.
+    windows = [n.free_symbols for n in map(size_of_number, inputs) if START in n.free_symbols]
+    beside = set[sympy.Symbol]().union(*windows) - {START}
     terms, sources = _solve(free, list(_places(inputs)))
     facts = []
     for index, term in enumerate(terms):
         assert env is not None
-        known = [symbol_facts(env, s) for s in term]
+        known = [_facts(env, s, beside) for s in term]
         if None in known:
             raise UnsupportedGraphError(f"size {term[0]} is of an unknown kind")
         facts.append(_product(f"s{index}", [f for f in known if f is not None]))
@@ -151,7 +163,26 @@ def core_sizes(inputs: Sequence[Node], results: Sequence[torch.Tensor]) -> CoreS
         rename[term[-1]] = symbol / sympy.Mul(*term[:-1])
     guards = [g.expr.xreplace(rename) for g in env.guards] if env is not None and new else []
     mode, size = rebuilt_mode(facts, [g for g in guards if g.free_symbols <= set(new)])
-    return CoreSizes(mode, new, tuple(map(size, new)), tuple(sources), rename, size)
+    hints = {f.symbol: f.hint for f in facts if f.hint is not None}
+    return CoreSizes(mode, new, tuple(map(size, new)), hints, tuple(sources), rename, size)
+
+
+def size_of_number(node: Node) -> sympy.Expr:
+    """A number as an expression; 0 for a tensor."""
+    is_tensor = isinstance(value_of(node), torch.Tensor)
+    return sympy.Integer(0) if is_tensor else size_of(node)
+
+
+def _facts(env: Any, symbol: sympy.Symbol, beside: set[sympy.Symbol]) -> SymbolFacts | None:
+    """What is known of a symbol; with a window, hints are those of the second half of the batch."""
+    if symbol == START:
+        hints = [f.hint for s in beside if (f := symbol_facts(env, s)) is not None]
+        whole = next((h for h in hints if h is not None), 4)
+        return SymbolFacts(START.name, "nonnegative", 0, None, whole - whole // 2)
+    facts = symbol_facts(env, symbol)
+    if facts is not None and facts.hint is not None and symbol in beside:
+        return replace(facts, hint=max(facts.hint // 2 - 1, 2))
+    return facts
 
 
 def size_in(value: Any, dim: int | None, times: int, *others: int) -> int:
@@ -174,13 +205,15 @@ def _places(inputs: Sequence[Node]) -> Iterator[Place]:
     """Sizes that are a number times a product of symbols: argument, dim, number, symbols."""
     for index, node in enumerate(inputs):
         value = value_of(node)
-        is_tensor = isinstance(value, torch.Tensor)
-        dims = enumerate(value.shape) if is_tensor else [(None, value)]
-        for dim, size in dims:
-            if not isinstance(size, torch.SymInt):
-                continue
-            times, factors = expression(size).as_coeff_mul()
-            if times.is_Integer and times > 0 and all(f.is_Symbol for f in factors):
+        sizes: list[tuple[int | None, sympy.Expr]] = []
+        if not isinstance(value, torch.Tensor):
+            sizes = [(None, size_of(node))]
+        else:
+            sizes = [(dim, expression(size)) for dim, size in enumerate(value.shape)]
+        for dim, size in sizes:
+            times, factors = size.as_coeff_mul()
+            plain = times.is_Integer and times > 0 and all(f.is_Symbol for f in factors)
+            if factors and plain:
                 yield index, dim, int(times), tuple(sorted(factors, key=str))
 
 
@@ -189,7 +222,7 @@ def _solve(free: Sequence[sympy.Symbol], places: list[Place]) -> tuple[list[Term
     terms: list[Term] = []
     sources: list[Source] = []
     number: dict[sympy.Symbol, int] = {}
-    for most in (1, len(free)):  # Single symbols first.
+    for most in range(1, len(free) + 1):  # Single symbols first.
         progress = True
         while progress:
             progress = False
@@ -220,9 +253,3 @@ def _product(name: str, facts: Sequence[SymbolFacts]) -> SymbolFacts:
         None if None in uppers else prod(uppers),
         None if None in hints else prod(hints),
     )
-
-
-def _symbols(value: Any) -> Iterator[sympy.Symbol]:
-    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-    for number in numbers:
-        yield from sorted(free_symbols(number), key=str)

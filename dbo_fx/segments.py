@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from dbo_fx.capture import value_of
 from dbo_fx.errors import VerificationError
 from dbo_fx.passes.lower import structure
 from dbo_fx.segment_compilers import EAGER, Run, check_backend, compile_core, environment
@@ -110,16 +109,20 @@ class Artifact:
 
         return core
 
+    def broken_by(self, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | None:
+        """The first assumption of the compiler that does not hold for these sizes."""
+        return next((r for r in self.rules if r.subs(sizes) == sympy.false), None)
+
     def _first(self, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """A call with a new size."""
         sizes = dict(zip(self.symbols, arguments, strict=False))
-        for rule in self.rules:
-            if rule.subs(sizes) == sympy.false:
-                raise VerificationError(
-                    f"{self.name} as {self.backend} compiled it is not good for {sizes}: the "
-                    f"compiler assumed {rule}. Capture with a batch of such a size, or compile "
-                    "with segment_backend='eager'."
-                )
+        rule = self.broken_by(sizes)
+        if rule is not None:
+            raise VerificationError(
+                f"{self.name} as {self.backend} compiled it is not good for {sizes}: the "
+                f"compiler assumed {rule}. Capture with a batch of such a size, or compile "
+                "with segment_backend='eager'."
+            )
         found = self.run(*arguments)
         self._check(found, arguments, sizes)
         self.seen.add(arguments[: len(self.symbols)])
@@ -167,12 +170,13 @@ def _put_in(core: Core, name: str, backend: str) -> Artifact:
     assert core.call is not None
     inputs = [n for n in core.graph.nodes if n.op == "placeholder"]
     sizes = core_sizes(inputs, core.results)
-    values = [sizes.value(value_of(n)) for n in inputs]
+    values = [sizes.value(n) for n in inputs]
     graph = _bare(core.graph, inputs, values, sizes.sizes)
     key = _key(graph, backend, values)
-    if key not in _ARTIFACTS:
-        _ARTIFACTS[key] = _compile(graph, core, name, backend, sizes, values)
-    artifact = _ARTIFACTS[key]
+    artifact = _ARTIFACTS.get(key)
+    # Compiled for small batches, perhaps, and this graph was captured with a large one.
+    if artifact is None or artifact.broken_by(sizes.hints) is not None:
+        artifact = _ARTIFACTS[key] = _compile(graph, core, name, backend, sizes, values)
     _call(core, sizes, artifact)
     return artifact
 

@@ -23,6 +23,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 __all__ = [
     "SIZE_FUNCTIONS",
+    "START",
     "ConcreteSizes",
     "FakeTensorMode",
     "SizeRules",
@@ -50,6 +51,10 @@ __all__ = [
 SIZE_FUNCTIONS: dict[str, Callable[..., sympy.Basic]] = {
     name: getattr(_size_functions, name) for name in _size_functions.__all__
 }
+
+
+# Where a microbatch begins in the batch: independent of its size, whatever a node's value says.
+START = sympy.Symbol("start", integer=True, nonnegative=True)
 
 
 def expression(size: int | torch.SymInt) -> sympy.Expr:

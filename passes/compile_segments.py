@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch.nn import Module
+
 from dbo_fx.pipeline import State
 from dbo_fx.segment_compilers import EAGER
 from dbo_fx.segments import CompiledSegment, artifacts
@@ -23,7 +25,7 @@ class CompileSegments:
     """
 
     backend: str = EAGER
-    name: str = "compile segments"
+    name: str = "segments"
 
     def apply(self, state: State) -> tuple[State, str]:
         """Compile what this process has not compiled yet.
@@ -35,7 +37,7 @@ class CompileSegments:
         if self.backend == EAGER:
             return state, "eager"
         known = len(artifacts())
-        compiled = {
+        compiled: dict[str, Module] = {
             name: CompiledSegment(name, body, self.backend) for name, body in state.segments.items()
         }
         new = len(artifacts()) - known

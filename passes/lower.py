@@ -18,17 +18,19 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
-from dbo_fx.capture import value_of
+from dbo_fx.capture import POSITION, value_of
 from dbo_fx.effects import Access, Dependency, Member
 from dbo_fx.ir import Half, Phase
 from dbo_fx.passes.schedule import is_same_segment
 from dbo_fx.passes.streams import stream_of
 from dbo_fx.pipeline import State
+from dbo_fx.symbols import START
 from dbo_fx.tag import set_tag, tag_of
 
 
@@ -197,10 +199,22 @@ def _segment_graph(run: list[Node], inputs: list[Node], outputs: list[Node]) -> 
     for index, node in enumerate(inputs):
         env[node] = graph.placeholder(f"x{index}")
         env[node].meta = {"val": value_of(node)}
+        position = node.meta.get(POSITION) or _start(node, run[0])
+        if position is not None:
+            env[node].meta[POSITION] = position
     for node in run:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[n] for n in outputs))
     return graph
+
+
+def _start(number: Node, user: Node) -> sympy.Symbol | None:
+    """What stands for a number that is not computed from its user's own size."""
+    tag, own = tag_of(number), tag_of(user)
+    assert own is not None
+    if tag is None or tag.role != "size" or own.microbatch in (None, 0, tag.microbatch):
+        return None
+    return START
 
 
 def structure(graph: Graph, facts: dict[int, str] | None = None) -> str:
@@ -222,7 +236,8 @@ def structure(graph: Graph, facts: dict[int, str] | None = None) -> str:
         value = value_of(node)
         if id(value) not in known or not isinstance(value, torch.Tensor):
             known[id(value)] = str([_fact(v) for v in tree_leaves(value)])
-        lines.append(f"{node.op} {target} {text} {known[id(value)]}")
+        position = f" {node.meta[POSITION]}" if POSITION in node.meta else ""
+        lines.append(f"{node.op} {target} {text} {known[id(value)]}{position}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

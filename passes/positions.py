@@ -16,13 +16,14 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
-from dbo_fx.capture import value_of, where
+from dbo_fx.capture import POSITION, size_of, value_of, where
 from dbo_fx.errors import SoundnessError
 from dbo_fx.pipeline import State
-from dbo_fx.symbols import coefficient, expression, free_symbols
+from dbo_fx.symbols import START, coefficient, expression, free_symbols
 from dbo_fx.tag import Tag, set_tag
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ class Position:
         graph = copy.graph
 
         def moved(bound: Node | int) -> Node | int:
-            by = start if self.factor == 1 else _size(graph, operator.mul, start, self.factor)
+            by = _size(graph, operator.mul, start, self.factor) if self.factor != 1 else start
             return by if bound == 0 else _size(graph, operator.add, by, bound)
 
         low, high, _ = _bounds(copy)
@@ -75,8 +76,18 @@ class Position:
 def _size(graph: Graph, function: Any, *args: Node | int) -> Node:
     node = graph.call_function(function, args)
     node.meta["val"] = next((value_of(a) for a in args if isinstance(a, Node)), 0)
+    one, other = (_position(a) for a in args)
+    node.meta[POSITION] = function(one, other)
     set_tag(node, Tag("size"))
     return node
+
+
+def _position(bound: Node | int) -> sympy.Expr:
+    """A bound over the microbatch's start and size; a start has no microbatch in its tag."""
+    if not isinstance(bound, Node):
+        return sympy.Integer(bound)
+    is_start = bound.meta.get(POSITION) is None and tag_of(bound) == Tag("size")
+    return START if is_start else size_of(bound)
 
 
 def positions(state: State) -> dict[Node, Position]:

@@ -265,6 +265,7 @@ def test_programs_print_readably() -> None:
             "lower",
             "verify",
             "memory",
+            "segments",
             "emit",
         ]
     )

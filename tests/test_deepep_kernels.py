@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 
 from dbo_fx import doctor
 from dbo_fx.comm import deepep_cuda_ll, deepep_cuda_rows, deepep_groups, deepep_ibgda
@@ -18,8 +20,10 @@ from dbo_fx.comm import deepep_package as package
 from dbo_fx.comm.deepep_cuda_ll import LowLatency, Shape, check_shape
 from dbo_fx.comm.deepep_cuda_rows import Elastic, HighThroughput
 from dbo_fx.comm.expert_layouts import Batched, rows_dispatch
-from dbo_fx.contracts import DEEPEP_HT, DEEPEP_LL, DEEPEP_LL_ASYNC, DEEPEP_V2
-from dbo_fx.errors import CommunicationError
+from dbo_fx.communication import Launch
+from dbo_fx.contracts import DEEPEP_HT, DEEPEP_LL, DEEPEP_LL_ASYNC, DEEPEP_V2, NCCL
+from dbo_fx.errors import CommunicationError, UnsupportedGraphError
+from dbo_fx.passes import halves
 from small_moe import one_rank
 
 H, E, M, K, T = 2048, 8, 64, 2, 4
@@ -130,6 +134,21 @@ def test_types_that_the_kernels_do_not_take() -> None:
     ):
         with pytest.raises(CommunicationError, match=said):
             deepep_groups.check_rows("dispatch", *bad)
+
+
+def test_on_gpus_a_model_of_rows_is_told_how_to_use_the_low_latency_kernels() -> None:
+    graph = Graph()
+    with FakeTensorMode():
+        node = graph.placeholder("x")
+        node.meta["val"] = torch.empty(4, 3, device="cuda")
+    launch = Launch(node, "all_gather", "0", (node,), ((),), rows=True, experts=8)
+    halves._refuse_layout(launch, NCCL)
+    halves._refuse_layout(launch, DEEPEP_HT)
+    with pytest.raises(UnsupportedGraphError) as refused:
+        halves._refuse_layout(launch, DEEPEP_LL)
+    said = str(refused.value)
+    assert "'deepep_ll' does not carry all_gather" in said
+    assert 'expert_parallel(model, layout="batched", max_tokens=M)' in said
 
 
 # The low-latency transport over a Buffer that counts.

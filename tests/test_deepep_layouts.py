@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,18 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 import dbo_fx
+from dbo_fx.certificates.hazards import prove
+from dbo_fx.certificates.of_program import execution_of_program
+from dbo_fx.certificates.pairs import broken_pairs
 from dbo_fx.comm import abandon_in_flight, groups, in_flight
 from dbo_fx.comm.expert_layouts import dequantised, quantised
 from dbo_fx.comm.protocol import begin_region
 from dbo_fx.errors import AgreementError, CommunicationError, UnsupportedGraphError
 from dbo_fx.experts import Gated, dense, packed
 from dbo_fx.ir import Half, Program, Run
+from dbo_fx.witness import GraphWitness, Verdict
 from deepep_models import BatchedMoe, RowsFp8Moe, RowsMoe, reference
+from program_edits import bound, moved, without
 from rank_pool import RankPool
 from small_moe import EXPERTS, PlainMoe, one_rank, rows, run_passes, traced_model
 
@@ -314,6 +320,27 @@ def test_a_batched_program_has_the_slots_of_its_rules() -> None:
     }
 
 
+def pairing(program: Program) -> list[str]:
+    """What the rule about pairs says of a program."""
+    found = broken_pairs(execution_of_program(program))
+    return [v.missing for v in found]
+
+
+def test_dispatch_and_combine_of_a_microbatch_take_turns() -> None:
+    program = bound("deepep_ht", 2)
+    assert pairing(program) == []
+    assert prove(execution_of_program(program))
+    (early,) = pairing(without(program, "comm C_m0.send@0"))
+    assert "D_m0.send@1" in early
+    assert "D_m0.send@0 has had no combine; deepep_ht keeps what a combine needs" in early
+    (late,) = pairing(without(program, "comm C_m1.send@1"))
+    assert "D_m1.send@1" in late
+    assert "never combined; deepep_ht waits for it" in late
+    alone = pairing(moved(program, "comm C_m0.send@0", "comm D_m0.send@0"))
+    assert "C_m0.send@0 on comm follows no dispatch of its layer and microbatch" in alone
+    assert pairing(without(bound("nccl", 2), "comm C_m0.send@0")) == []
+
+
 @pytest.mark.parametrize(
     ("model", "transport", "said"),
     [
@@ -328,6 +355,29 @@ def test_a_model_of_another_layout_is_refused(
     with pytest.raises(UnsupportedGraphError) as refused:
         program_of(model, transport)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [(RowsMoe, "deepep_ht"), (BatchedMoe, "deepep_ll"), (BatchedMoe, "deepep_ll_async")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_every_interleaving_is_safe(model: type[PlainMoe], transport: str) -> None:
+    with one_rank():
+        trace = traced_model(model, 2, 1)
+        witness = GraphWitness(run_passes(trace.fresh(), transport=transport), trace.args(7))
+        assert witness.confirm(6) == Verdict(True, 6)
+        assert witness.exhaustive() == Verdict(True, 1)
+
+
+def test_a_batched_graph_comes_back_from_a_file(tmp_path: Path) -> None:
+    with one_rank():
+        captured = traced_model(BatchedMoe, 2, 1).fresh()
+        dbo_fx.save_graph(captured, tmp_path / "moe.dbograph.json")
+        loaded = dbo_fx.load_graph(tmp_path / "moe.dbograph.json")
+        program = run_passes(loaded, "verify", transport="deepep_ll").program
+        again = run_passes(captured, "verify", transport="deepep_ll").program
+        assert str(program) == str(again)
 
 
 def compiled_for(net: Any, transport: str, **options: Any) -> Any:
@@ -374,6 +424,60 @@ def test_overlapped_is_serial_bit_for_bit(
 ) -> None:
     for seen in ranks(run_program, model, transport, timeout_s=300):
         assert seen == {"same": [True] * 3, "transport": transport}
+
+
+@torch.no_grad()
+def run_steps(rank: int, model: type[RowsMoe], transport: str) -> dict[str, Any]:
+    """Split and unsplit steps, other sizes and steps that fail half-way take turns."""
+    net = model(2)
+    split = compiled_for(net, transport)
+    whole = compiled_for(net, transport, schedule="sequential", num_microbatches=1)
+    given = {}
+    for count in (6, 13):
+        given[count] = rows(count, seed=rank)
+        torch._dynamo.mark_dynamic(given[count], 0)
+    want = {(n, p): p(x).clone() for n, x in given.items() for p in (split, whole)}
+    wrong, failed = [], 0
+    for step in range(40):
+        count, program = (6, 13)[step % 2], (split, whole)[step // 2 % 2]
+        if step % 10 == 9:
+            failed += fails_at(1 + step // 10, program, given[count])
+        if not torch.equal(program(given[count]), want[count, program]):
+            wrong.append(step)
+    return {"wrong": wrong, "failed": failed, "left": in_flight()}
+
+
+def fails_at(send: int, program: Any, x: Tensor) -> int:
+    """A call that fails at its n-th send on every rank; 1 if it did."""
+    from dbo_fx.comm import ops
+
+    before, calls = ops._check_slot, itertools.count(1)
+
+    def boom(*args: Any) -> None:
+        if next(calls) == send:
+            raise RuntimeError("boom")
+        before(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_check_slot", boom)
+        try:
+            program(x)
+        except RuntimeError:
+            return 1
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [(BatchedMoe, "deepep_ll"), (RowsMoe, "deepep_ht")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+@pytest.mark.slow
+def test_steps_after_failed_ones_are_right(
+    ranks: RankPool, model: type[RowsMoe], transport: str
+) -> None:
+    for seen in ranks(run_steps, model, transport, timeout_s=400):
+        assert seen == {"wrong": [], "failed": 4, "left": ()}
 
 
 @torch.no_grad()

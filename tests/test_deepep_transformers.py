@@ -46,13 +46,14 @@ BATCHED = {"layout": "batched", "max_tokens": 32}
     ("family", "transport", "changes", "most"),
     [
         ("Mixtral", "deepep_ll", BATCHED, 1e-5),
-        pytest.param("DeepseekV3", "deepep_ll", BATCHED, 1e-5, marks=pytest.mark.slow),
-        pytest.param("DeepseekV3", "deepep_ht", {}, 1e-5, marks=pytest.mark.slow),
-        pytest.param("Qwen3Moe", "deepep_v2", {}, 1e-5, marks=pytest.mark.slow),
-        pytest.param("Mixtral", "deepep_ht", {"fp8": True}, 0.1, marks=pytest.mark.slow),
-        pytest.param("Mixtral", "deepep_ll", BATCHED | {"fp8": True}, 0.1, marks=pytest.mark.slow),
+        ("DeepseekV3", "deepep_ll", BATCHED, 1e-5),
+        ("DeepseekV3", "deepep_ht", {}, 1e-5),
+        ("Qwen3Moe", "deepep_v2", {}, 1e-5),
+        ("Mixtral", "deepep_ht", {"fp8": True}, 0.1),
+        ("Mixtral", "deepep_ll", BATCHED | {"fp8": True}, 0.1),
     ],
 )
+@pytest.mark.slow
 def test_a_model_without_change_on_deepep(
     ranks: RankPool, family: str, transport: str, changes: dict[str, Any], most: float
 ) -> None:

@@ -23,8 +23,9 @@ def test_the_saved_program():
     assert str(program) == (GOLDEN / "saved_program.dbo").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("transport", [*CONTRACTS])
-@pytest.mark.parametrize("schedule", ["mlp_shared_overlap", "sequential"])
+# The small model does not say how many experts it has, which transports of rows must know.
+@pytest.mark.parametrize("transport", [n for n, c in CONTRACTS.items() if "rows" not in c.carries])
+@pytest.mark.parametrize("schedule", schedules.names())
 @pytest.mark.parametrize("layers", [1, 2])
 def test_it_is_the_program_of_the_compiled_model(transport, schedule, layers):
     pytest.importorskip("torch")
@@ -32,10 +33,11 @@ def test_it_is_the_program_of_the_compiled_model(transport, schedule, layers):
 
     order = schedules.load(schedule)
     contract = CONTRACTS[transport]
+    count = order.num_microbatches or 2
     compiled = run_passes(
-        traced_model(layers=layers).fresh(), "streams", schedule, transport=transport
+        traced_model(layers=layers).fresh(), "streams", schedule, count, transport=transport
     )
-    assert str(bound_program(order, layers, contract, 2)) == str(compiled.program)
+    assert str(bound_program(order, layers, contract, count)) == str(compiled.program)
 
 
 def test_every_program_reads_back():

@@ -329,7 +329,7 @@ def test_it_prints_readably() -> None:
 
 def test_what_was_measured_stands_beside_the_plan() -> None:
     line = dbo_fx.timeline(hand())
-    assert line.streams == ("comp", "comp measured", "comm", "comm measured")
+    assert line.streams == ("comp", "comm", "comp measured", "comm measured")
     assert line.source == "partly measured, partly predicted"
     there = [(i.name, i.start_us, i.end_us) for i in line.of("comp measured")]
     assert there == [

@@ -30,7 +30,16 @@ from dbo_fx.segment_core import core_of
 from dbo_fx.segment_sizes import CoreSizes, Source, core_sizes, size_in
 from dbo_fx.segments import Artifact, CompiledSegment, artifacts, body_of, clear_artifacts
 from dbo_fx.symbols import SymbolFacts, rebuilt_mode
-from small_moe import CachedMoe, H, PlainMoe, one_rank, rows, traced, traced_model
+from small_moe import (
+    CachedMoe,
+    H,
+    PlainMoe,
+    arguments,
+    one_rank,
+    rows,
+    traced,
+    traced_model,
+)
 
 aten = torch.ops.aten
 COUNTED: list[GraphModule] = []
@@ -322,6 +331,12 @@ def test_what_the_compiler_assumed_is_checked() -> None:
     run(program, PlainMoe, 1, 8)
     with pytest.raises(VerificationError, match=r"not good for \{s0: 7\}: the compiler assumed"):
         run(program, PlainMoe, 1, 14)
+    first = next(iter(artifacts().values()))
+    size = first.symbols[0]
+    assert (first.broken_by({size: 6}), str(first.broken_by({size: 7}))) == (None, f"{size} < 7")
+    first.rules = (sympy.Lt(size, 2),)  # As if compiled for smaller batches than the traced one.
+    compiled(backend="assuming", verify="static")
+    assert first not in artifacts().values()
 
 
 class Sequences(PlainMoe):
@@ -495,3 +510,20 @@ def test_the_public_entry_takes_the_option() -> None:
         result = torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)(x)
         torch.testing.assert_close(result, model(x))
     assert dbo_fx.compilations()[-1].plan.segments == "counted"
+
+
+def test_a_saved_program_is_compiled_by_the_same_backend(tmp_path: Path) -> None:
+    model = CachedMoe(2)
+    args = arguments(model)
+    torch._dynamo.mark_dynamic(args[0], 0)
+    options = {"segment_backend": "counted"}
+    with torch.no_grad():
+        torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)(*args)
+    count = len(COUNTED)
+    dbo_fx.save(dbo_fx.compilations()[-1], tmp_path / "saved")
+    loaded = dbo_fx.load(tmp_path / "saved", model)
+    assert loaded.compiled.plan.segments == "counted"
+    assert len(COUNTED) == count
+    clear_artifacts()
+    dbo_fx.load(tmp_path / "saved", model)
+    assert len(COUNTED) == 2 * count

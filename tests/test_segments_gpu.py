@@ -68,7 +68,6 @@ def test_a_hugging_face_model_in_one_graph() -> None:
     from dbo_fx.models import DEMO_CONFIG
 
     model = build_model(DEMO_CONFIG, torch.device("cuda", 0), torch.bfloat16)
-    split, serial = both(model)
 
     def tokens(batch: int, count: int) -> Tensor:
         ids = torch.randint(0, 256, (batch, count), device="cuda")
@@ -76,6 +75,9 @@ def test_a_hugging_face_model_in_one_graph() -> None:
         return ids
 
     for batch, count in ((4, 64), (7, 64), (255, 64), (6, 3), (7, 3)):
+        if batch in (4, 6):
+            torch._dynamo.reset()
+            split, serial = both(model)
         held = tokens(batch, count)
         assert torch.equal(split(held), serial(held)), (batch, count)
         graph, result = captured(split, held)
@@ -86,7 +88,7 @@ def test_a_hugging_face_model_in_one_graph() -> None:
     program = dbo_fx.compilations()[-1]
     assert program.plan.segments == "inductor"
     assert "compiled segments agree" in str(program.checked)
-    print(program.checked, *[r for r in program.reports if "segments" in r.name])
+    print(program.checked, *[r for r in program.reports if r.name == "segments"])
 
 
 def cached(count: int, start: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dbo_fx.certificates.execution import Execution, Kind, Operation
 from dbo_fx.certificates.order import HappensBefore
+from dbo_fx.certificates.pairs import broken_pairs
 from dbo_fx.certificates.violation import Violation, label, named, synchronise
 
 _Flight = tuple[str | None, Hashable]
@@ -32,6 +33,7 @@ def broken_contract(execution: Execution, order: HappensBefore) -> Iterator[Viol
     yield from _slots(execution)
     yield from _slots_free(execution, order)
     yield from _parity(execution)
+    yield from broken_pairs(execution)
 
 
 def not_capturable(execution: Execution) -> Iterator[Violation]:

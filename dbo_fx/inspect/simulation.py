@@ -8,7 +8,7 @@ the longest path, and how much longer every other one may take before anything e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -23,6 +23,7 @@ from dbo_fx.inspect.facts import layers_text
 from dbo_fx.inspect.scheduled import Scheduled
 from dbo_fx.inspect.simulate import Lanes
 from dbo_fx.inspect.simulate import simulate as run_on_paper
+from dbo_fx.inspect.spans import Span, inside, length, union, without
 from dbo_fx.inspect.timeline import layer_ranges
 from dbo_fx.inspect.timeline_items import Item
 from dbo_fx.ir import Program
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 # Sums of the same times in another order differ by rounding.
 _SAME = 1e-9
 _SHOWN = 6
-Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +114,24 @@ class Simulation:
         uses = []
         for stream in self.lanes.streams:
             # Several transfers may be in flight at once.
-            busy_us = _length(_union(i for i in self.lanes.items if i.stream == stream))
+            busy_us = length(union(i for i in self.lanes.items if i.stream == stream))
             uses.append(StreamUse(stream, busy_us, self.total_us - busy_us))
         return tuple(uses)
 
     @cached_property
     def compute_us(self) -> float:
         """How long something computes."""
-        return _length(self._computing)
+        return length(self._computing)
 
     @cached_property
     def communication_us(self) -> float:
         """How long something communicates."""
-        return _length(self._communicating)
+        return length(self._communicating)
 
     @cached_property
     def exposed_us(self) -> float:
         """How long something communicates while nothing computes."""
-        return _length(self._exposed)
+        return length(self._exposed)
 
     @cached_property
     def periods(self) -> tuple[Period, ...]:
@@ -141,8 +141,8 @@ class Simulation:
                 band.layer,
                 band.start_us,
                 band.end_us,
-                _length(_inside(self._computing, (band.start_us, band.end_us))),
-                _length(_inside(self._exposed, (band.start_us, band.end_us))),
+                length(inside(self._computing, (band.start_us, band.end_us))),
+                length(inside(self._exposed, (band.start_us, band.end_us))),
             )
             for band in layer_ranges(self.lanes.items)
         )
@@ -180,15 +180,15 @@ class Simulation:
 
     @cached_property
     def _computing(self) -> list[Span]:
-        return _union(item for item in self.lanes.items if not _is_communication(item))
+        return union(item for item in self.lanes.items if not _is_communication(item))
 
     @cached_property
     def _communicating(self) -> list[Span]:
-        return _union(item for item in self.lanes.items if _is_communication(item))
+        return union(item for item in self.lanes.items if _is_communication(item))
 
     @cached_property
     def _exposed(self) -> list[Span]:
-        return _without(self._communicating, self._computing)
+        return without(self._communicating, self._computing)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -307,41 +307,6 @@ def efficiency(sequential_us: float, measured_us: float, bound_us: float) -> flo
 
 def _is_communication(item: Item) -> bool:
     return item.action is not None and item.action.phase.is_communication
-
-
-def _union(items: Iterable[Item]) -> list[Span]:
-    """The stretches in which at least one item runs, in order and apart."""
-    found: list[Span] = []
-    for start, end in sorted((i.start_us, i.end_us) for i in items if i.duration_us > 0):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
-
-
-def _without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """What is left of stretches in order when others, in order, are taken out."""
-    left: list[Span] = []
-    for start, end in spans:
-        for low, high in taken:
-            if high <= start or low >= end:
-                continue
-            if low > start:
-                left.append((start, low))
-            start = max(start, high)
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def _inside(spans: Iterable[Span], window: Span) -> list[Span]:
-    cut = ((max(start, window[0]), min(end, window[1])) for start, end in spans)
-    return [(start, end) for start, end in cut if start < end]
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
 
 
 def _period_lines(periods: Sequence[Period]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from dbo_fx.inspect.measured import Measured, stamped_actions
 from dbo_fx.inspect.timeline import Timeline
 from dbo_fx.inspect.timeline_items import Arrow, Item
-from dbo_fx.ir import Keepalive, Merge, Program, Record, Run, Wait
+from dbo_fx.ir import COMP, Keepalive, Merge, Program, Record, Run, Wait
 
 SUFFIX = " measured"
 
@@ -23,13 +23,12 @@ def beside(plan: Timeline, measured: Measured) -> Timeline:
     """
     items = _items(measured)
     arrows = _Arrows(items, first=len(plan.items)).of(measured.program)
-    lanes = tuple(dict.fromkeys(item.stream for item in items))
-    order = [s for lane in plan.streams for s in (lane, lane + SUFFIX) if s in {lane, *lanes}]
+    lanes = sorted({i.stream for i in items}, key=lambda lane: lane.removesuffix(SUFFIX) != COMP)
     return replace(
         plan,
         items=(*plan.items, *items),
         arrows=(*plan.arrows, *arrows),
-        streams=tuple(dict.fromkeys([*order, *lanes])),
+        streams=(*plan.streams, *lanes),
     )
 
 

@@ -24,7 +24,7 @@ from dbo_fx.capture import POSITION, size_of, value_of, where
 from dbo_fx.errors import SoundnessError
 from dbo_fx.pipeline import State
 from dbo_fx.symbols import START, coefficient, expression, free_symbols
-from dbo_fx.tag import Tag, set_tag
+from dbo_fx.tag import Tag, set_tag, tag_of
 
 aten = torch.ops.aten
 ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -40,6 +40,17 @@ class Bucket:
         return f"{self.rows} rows, {self.kind}, {self.plan}"
 
 
+def several(buckets: Iterable[int | Bucket]) -> Iterable[int | Bucket]:
+    """Refuse one bucket where several are wanted.
+
+    Raises:
+        OptionError: It is no list.
+    """
+    if not isinstance(buckets, Iterable):
+        raise OptionError(f"capture: found buckets={buckets!r}, wanted a list: [{buckets!r}].")
+    return buckets
+
+
 def largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
     """Each bucket once, in the order in which every rank captures them.
 

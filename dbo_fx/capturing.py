@@ -1,7 +1,8 @@
-"""Says whether something is being captured in a CUDA graph, its CPU twin included."""
+"""Says whether a CUDA graph, or its CPU twin, is being captured; cleans up behind a failure."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -32,3 +33,15 @@ def twin_capture() -> Iterator[None]:
         yield
     finally:
         _TWIN.reset(token)
+
+
+def let_go(error: BaseException) -> None:
+    """Clear an error's frames, which hold tensors of the pool; lines and messages stay."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            chain += [link.__cause__, link.__context__]

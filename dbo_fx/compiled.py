@@ -25,6 +25,7 @@ from dbo_fx.certificates.certificate import Certificate
 from dbo_fx.certificates.memory import MemoryCertificate, size_values
 from dbo_fx.certificates.memory_report import MemoryReport
 from dbo_fx.comm.ops import abandon_in_flight
+from dbo_fx.comm.plain import plain_ops_of_program
 from dbo_fx.comm.protocol import begin_region
 from dbo_fx.communication import Communication
 from dbo_fx.contracts import contract
@@ -234,10 +235,13 @@ class CompiledProgram:
             raise
 
     def _run(self, args: tuple[Any, ...]) -> Any:
-        if self._row_test is not None:
-            self._test_rows(self._row_test, args)
-        if self._differential is not None and has_values(args):
-            return self._first_call(self._differential, args)
+        if self._row_test is None and self._differential is None:
+            return self.module(*args)
+        with plain_ops_of_program(self.program.transport):
+            if self._row_test is not None:
+                self._test_rows(self._row_test, args)
+            if self._differential is not None and has_values(args):
+                return self._first_call(self._differential, args)
         return self.module(*args)
 
     def _first_call(self, differential: Differential, args: tuple[Any, ...]) -> Any:

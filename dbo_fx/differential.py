@@ -185,7 +185,8 @@ def _run_compiled(
             if not found <= limit:
                 errors.append(
                     f"{segment.name} as {segment.backend} compiled it differs from its traced ops: "
-                    f"result {index} by {found:.1e} relative (allowed: {limit:.0e}). Compile with segment_backend='eager', and report the backend."
+                    f"result {index} by {found:.1e} relative (allowed: {limit:.0e}). Compile "
+                    "with segment_backend='eager', and report the backend."
                 )
 
     with torch.no_grad(), each_checked(module, both, compare):
@@ -198,7 +199,7 @@ def _run_compiled(
 def _coarsest(body: GraphModule) -> float:
     """The tolerance of a segment: a float32 result may be computed from bfloat16 ones."""
     values = [v for n in body.graph.nodes for v in tree_leaves(value_of(n))]
-    return max((TOLERANCE.get(v.dtype, 0.0) for v in values if isinstance(v, torch.Tensor)))
+    return max(TOLERANCE.get(v.dtype, 0.0) for v in values if isinstance(v, torch.Tensor))
 
 
 def has_values(args: Sequence[Any]) -> bool:

@@ -25,6 +25,10 @@ class Weights:
 
     Args:
         calls: What was captured; of compiled models, the module behind them.
+
+    Attributes:
+        tensors: All of them. Kept, so that nothing else may get this memory.
+        buffers: Without the parameters.
     """
 
     def __init__(self, calls: Mapping[str, Any]) -> None:
@@ -32,15 +36,16 @@ class Weights:
         self._paths: list[str] = []
         self._holders: list[dict[str, Any]] = []
         self._names: list[str] = []
-        self._tensors: list[Tensor] = []  # Kept: nothing else may get this memory.
+        self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
+        self._modules: list[tuple[str, dict[str, Any], str, nn.Module]] = []
         seen: set[int] = set()
         for call in calls.values():
             original = original_of(call) or call
             if isinstance(original, nn.Module) and id(original) not in seen:
                 seen.add(id(original))
                 self._add(original)
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._addresses = list(map(Tensor.data_ptr, self.tensors))
 
     def _add(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
@@ -50,7 +55,11 @@ class Weights:
                         self._paths.append(f"{prefix}.{name}" if prefix else name)
                         self._holders.append(holder)
                         self._names.append(name)
-                        self._tensors.append(tensor)
+                        self.tensors.append(tensor)
+            for name, part in module._modules.items():
+                if part is not None:
+                    path = f"{prefix}.{name}" if prefix else name
+                    self._modules.append((path, module._modules, name, part))
             self.buffers.extend(t for t in module._buffers.values() if t is not None)
 
     def check(self) -> None:
@@ -61,9 +70,10 @@ class Weights:
         """
         # Every step does this for every weight, so the loops are those of `map`.
         now = list(map(dict.get, self._holders, self._names))
-        if all(map(operator.is_, now, self._tensors)):
-            places = list(map(Tensor.data_ptr, self._tensors))
+        if all(map(operator.is_, now, self.tensors)):
+            places = list(map(Tensor.data_ptr, self.tensors))
             if places == self._addresses:
+                self._check_modules()
                 return
         for path, tensor, address in zip(self._paths, now, self._addresses, strict=True):
             if tensor is None or tensor.data_ptr() != address:
@@ -71,6 +81,16 @@ class Weights:
                 raise SoundnessError(
                     f"CUDA graph: weight {path!r} lies {where}, the capture read {address:#x}: a "
                     "replay would use the old one. Load weights in place (copy_), or capture again."
+                )
+        self._check_modules()
+
+    def _check_modules(self) -> None:
+        for path, holder, name, part in self._modules:
+            if holder.get(name) is not part:
+                raise SoundnessError(
+                    f"CUDA graph: module {path!r} is another one than at the capture: a replay "
+                    "would use the old one's weights. Load weights in place (copy_), or capture "
+                    "again."
                 )
 
 
@@ -127,6 +147,26 @@ class StaticInputs:
     weights: Weights
     buffers: dict[str, tuple[Tensor, bool]]
     fill: dict[str, float]
+
+    def device(self) -> torch.device:
+        """Where the graph runs: on CUDA if anything is there.
+
+        Raises:
+            SoundnessError: A tensor to copy lies elsewhere.
+        """
+        copied = {path: tensor for path, (tensor, _) in self.buffers.items()}
+        tensors = [*copied.values(), *self.arguments.static(), *self.weights.tensors]
+        devices = [tensor.device for tensor in tensors]
+        device = next((d for d in devices if d.type == "cuda"), devices[0])
+        for path, tensor in copied.items():
+            if device.type == "cuda" and tensor.device != device:
+                raise SoundnessError(
+                    f"CUDA graph: argument {path!r}, which changes with every step, lies on "
+                    f"{tensor.device}, and the graph runs on {device}: it would keep what it read "
+                    "there at the capture. Bring it on the graph's device, or name the others in "
+                    "token_args=... if it holds no token rows."
+                )
+        return device
 
     def check(self, bound: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors to copy, by path.

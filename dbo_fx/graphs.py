@@ -3,8 +3,9 @@
 A capture is done in this order, on every rank alike:
 
 1. the ranks compare the list of buckets;
-2. for each bucket, the largest first: the example's token rows are copied into static buffers, the
-   call runs `warmup` times on the stream of the capture (compilation, first-call tests, handles),
+2. for each bucket, the largest first: the example's token rows are copied into static buffers, what
+   the call may write is saved, and the ranks compare whether there was memory for both;
+3. the call runs `warmup` times on the stream of the capture (compilation, first-call tests, handles),
    what it wrote in place is put back, it is captured, and the ranks compare whether it went well.
 
 A replay checks that everything static is where it was, copies the token rows, and launches one
@@ -14,18 +15,25 @@ graph. On CPU a twin of the graph stands in (`graph_device`); all else is the sa
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from dbo_fx.agree import Advice, announce_over_store, compare_over_store
-from dbo_fx.buckets import SPLIT, Bucket, GraphOptions, GraphStatistics, largest_first
-from dbo_fx.capturing import what_captures
+from dbo_fx.buckets import (
+    SPLIT,
+    Bucket,
+    GraphOptions,
+    GraphStatistics,
+    largest_first,
+    several,
+)
+from dbo_fx.capturing import let_go, what_captures
 from dbo_fx.comm import abandon_in_flight, groups
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
 from dbo_fx.graph_arguments import Arguments
@@ -57,7 +65,7 @@ class _Graph:
 
     captured: Captured
     inputs: StaticInputs
-    unpaddable: SoundnessError | None
+    unpaddable: str | None
 
 
 class CudaGraphs:
@@ -119,7 +127,7 @@ class CudaGraphs:
                 else is being captured now.
         """
         plan = next(iter(self.calls))
-        wanted = [b if isinstance(b, Bucket) else Bucket(b, plan=plan) for b in buckets]
+        wanted = [b if isinstance(b, Bucket) else Bucket(b, plan=plan) for b in several(buckets)]
         for bucket in wanted:
             if bucket.plan not in self.calls:
                 raise OptionError(
@@ -137,12 +145,14 @@ class CudaGraphs:
         for bucket in order:
             self.release(bucket)
             try:
-                with self._together(f"CUDA graph of {bucket}", "captured"):
-                    self._graphs[bucket] = self._capture(bucket, example)
+                with ExitStack() as stack:
+                    with self._together(f"CUDA graph memory of {bucket}", "there"):
+                        inputs, run, put_back = self._prepared(bucket, example, stack)
+                    with self._together(f"CUDA graph of {bucket}", "captured"):
+                        self._graphs[bucket] = self._capture(inputs, run, put_back)
             except BaseException as error:
                 self.release(bucket)
-                # The frames hold tensors of the pool; the lines and the message stay.
-                traceback.clear_frames(error.__traceback__)
+                let_go(error)
                 error.add_note(f"while capturing the CUDA graph of {bucket}")
                 raise
             self.statistics.captured[bucket] += 1
@@ -163,42 +173,64 @@ class CudaGraphs:
             compare_over_store(name, what, value, self.options.timeout_s, advice=_ADVICE)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        tokens, _ = self.tokens.find(args, kwargs)
-        named = self.tokens.by_name(args, kwargs, "copied", self.options.copied)
-        copied = tokens | {id(t) for t in leaves(named) if isinstance(t, Tensor)}
+        _, copied = self._copied(args, kwargs)
+        seen: set[int] = set()
+
+        def apart(leaf: Any) -> Any:
+            """Later steps may bring two tensors where the example has one twice."""
+            is_again = id(leaf) in seen
+            seen.update(copied & {id(leaf)})
+            return leaf.detach() if is_again else leaf
+
+        args, kwargs = mapped(apart, (args, kwargs))
+        tokens, copied = self._copied(args, kwargs)
         arguments = Arguments(self._bound(args, kwargs), copied)
         fill = self.tokens.fill(args, kwargs)
         return Example(args, kwargs, tokens, arguments, Weights(self.calls), fill)
 
-    def _capture(self, bucket: Bucket, example: Example) -> _Graph:
+    def _copied(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[int]]:
+        """Ids of the tensors with token rows, and of all that are copied."""
+        tokens, _ = self.tokens.find(args, kwargs)
+        named = self.tokens.by_name(args, kwargs, "copied", self.options.copied)
+        return tokens, tokens | {id(t) for t in leaves(named) if isinstance(t, Tensor)}
+
+    def _prepared(
+        self, bucket: Bucket, example: Example, stack: ExitStack
+    ) -> tuple[StaticInputs, Callable[[], Any], Callable[[], None]]:
+        """Take memory: buffers, the call on them, and what puts back what it writes."""
         inputs, args, kwargs = example.static(bucket.rows, self.tokens, self._buffers)
-        any_buffer = next(iter(inputs.buffers.values()))[0]
-        device = self._device = self._device or graph_device(any_buffer.device)
+        self._device = self._device or graph_device(inputs.device())
+        state = [*inputs.arguments.static(), *inputs.weights.buffers]
+        put_back = stack.enter_context(kept_state(state if self.options.keep_state else []))
+        return inputs, partial(self.calls[bucket.plan], *args, **kwargs), put_back
+
+    def _capture(
+        self, inputs: StaticInputs, run: Callable[[], Any], put_back: Callable[[], None]
+    ) -> _Graph:
+        device = self._device
+        assert device is not None
         padding = Padding.ZEROS if self.tokens.pad is None else Padding.NAMED
 
         def call() -> Any:
             told = STEP.set(padding)
             try:
-                return self.calls[bucket.plan](*args, **kwargs)
+                return run()
             finally:
                 STEP.reset(told)
 
-        unpaddable = None
+        unpaddable: str | None = None
         versions = {p: t._version for p, (t, _) in inputs.buffers.items()}
-        state = [*inputs.arguments.static(), *inputs.weights.buffers]
-        with kept_state(state if self.options.keep_state else []) as put_back:
-            try:
-                device.warm(call)
-            except SoundnessError as refused:  # Perhaps only because rows may be padding.
-                unpaddable, padding = refused.with_traceback(None), Padding.NONE
-                device.warm(call)
+        try:
+            device.warm(call)
+        except SoundnessError as refused:  # Perhaps only because rows may be padding.
+            unpaddable, padding = str(refused), Padding.NONE
+            device.warm(call)
+        put_back()
+        for _ in range(self.options.warmup - 1):
+            device.warm(call)
             put_back()
-            for _ in range(self.options.warmup - 1):
-                device.warm(call)
-                put_back()
-            self._check_written(inputs, versions)
-            captured = device.capture(call, inputs.held())
-        return _Graph(captured, inputs, unpaddable)
+        self._check_written(inputs, versions)
+        return _Graph(device.capture(call, inputs.held()), inputs, unpaddable)
 
     def _check_written(self, inputs: StaticInputs, versions: Mapping[str, int]) -> None:
         written = [p for p, (t, _) in inputs.buffers.items() if t._version != versions[p]]
@@ -306,7 +338,7 @@ class CudaGraphs:
         if found is None:
             found = self._check(graph, args, kwargs)
         if padded and graph.unpaddable is not None:
-            raise SoundnessError(str(graph.unpaddable))
+            raise SoundnessError(graph.unpaddable)
         rows = next(
             t.shape[self.tokens.dim] for p, t in found.items() if graph.inputs.buffers[p][1]
         )

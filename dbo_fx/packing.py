@@ -8,7 +8,7 @@ NaN, and a counter on the device counts them, in captured graphs too; `overflow`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, comb
+from math import ceil, comb, inf
 from typing import Any, Literal
 
 import torch
@@ -52,7 +52,8 @@ class Packing:
         number = self.capacity
         if number is None:
             return
-        if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 1:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 1 <= number < inf:
             raise OptionError(
                 f"capacity={number!r}; wanted None (the worst case), a whole number of rows, or a "
                 "factor of at least 1.0 over the mean."

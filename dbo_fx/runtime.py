@@ -69,19 +69,23 @@ class StreamPool:
         self._streams[COMP] = torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:
-        """Return to the compute stream after a call that raised half-way.
+        """Return to the compute stream after a call that raised half-way, and join the other one.
 
-        If the call was captured, the communication stream is joined: a capture with a loose end
-        cannot be ended.
+        What the program allocated is about to be free for the compute stream, and a communication
+        may still read or write it. And a capture with a loose end cannot be ended.
         """
         if COMP not in self._streams:
             return
-        with torch.cuda.stream(self._streams[COMM]):
-            is_forked = torch.cuda.is_current_stream_capturing()
+        is_captured = {name: self._is_captured(name) for name in (COMP, COMM)}
         torch.cuda.set_stream(self._streams[COMP])
-        if is_forked:
+        # A capture that has not forked to the communication stream may not wait for it.
+        if is_captured[COMP] == is_captured[COMM]:
             with suppress(RuntimeError):  # A spoilt capture takes no more work.
                 self._streams[COMP].wait_stream(self._streams[COMM])
+
+    def _is_captured(self, name: str) -> bool:
+        with torch.cuda.stream(self._streams[name]):
+            return torch.cuda.is_current_stream_capturing()
 
 
 class Runtime(torch.nn.Module):

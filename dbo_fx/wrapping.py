@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dbo_fx.agree import agree_batch
-from dbo_fx.buckets import SPLIT, UNSPLIT, Bucket, GraphOptions, GraphStatistics
+from dbo_fx.buckets import SPLIT, UNSPLIT, Bucket, GraphOptions, GraphStatistics, several
 from dbo_fx.decision import NO_THRESHOLDS, AgreementPolicy, BatchDecision, BatchKind
 from dbo_fx.errors import AgreementError, OptionError
 from dbo_fx.graphs import Checked, CudaGraphs
@@ -301,7 +301,9 @@ class WrappedModel:
         Raises:
             OptionError: A bucket is not among the policy's; or see `CudaGraphs.capture`.
         """
-        wanted = [b if isinstance(b, Bucket) else Bucket(b, self._kind(b)) for b in buckets]
+        wanted = [
+            b if isinstance(b, Bucket) else Bucket(b, self._kind(b)) for b in several(buckets)
+        ]
         usable = [size for size in self.policy.buckets if size >= self.policy.least_rows]
         for bucket in wanted:
             if bucket.rows not in usable:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbo_fx import Bucket, CudaGraphs, GraphOptions
@@ -17,6 +18,8 @@ from dbo_fx.capturing import what_captures
 from dbo_fx.comm import in_flight
 from dbo_fx.decision import BatchKind
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
+from dbo_fx.graph_arguments import Arguments
+from dbo_fx.graph_inputs import StaticInputs, Weights
 from dbo_fx.padding import STEP, Padding
 
 H = 4
@@ -286,6 +289,44 @@ def test_a_capture_anew_takes_the_new_memory() -> None:
     assert graphs.statistics.captured == {Bucket(4): 2}
 
 
+def test_a_replaced_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(H, H), nn.Sequential(nn.Linear(H, H))).requires_grad_(False)
+    graphs = CudaGraphs(model)
+    graphs.capture([4], rows(4))
+    graphs(rows(4))
+    model[1][0] = nn.Linear(H, H)
+    with pytest.raises(SoundnessError, match=r"module '1\.0' is another one"):
+        graphs(rows(4))
+
+
+def test_two_arguments_stay_two_if_the_example_has_one_tensor_for_both() -> None:
+    graphs = CudaGraphs(
+        lambda x, y, other: x - 2 * y + other, options=GraphOptions(copied=("other",))
+    )
+    zeros = torch.zeros(4, H)
+    graphs.capture([8], zeros, zeros, torch.zeros(1, H))
+    x, y, other = rows(4, 1), rows(4, 2), torch.ones(1, H)
+    assert torch.equal(graphs(x, y, other), x - 2 * y + other)
+    assert torch.equal(graphs(x, x, other), x - 2 * x + other)
+
+
+def test_a_graph_is_where_anything_is_on_cuda_and_so_is_all_that_changes() -> None:
+    with FakeTensorMode():
+        there = torch.empty(2, H, device="cuda")
+
+    def inputs(copied: Tensor, weights: list[Tensor]) -> StaticInputs:
+        held = Weights({})
+        held.tensors += weights
+        arguments = Arguments({"x": copied, "y": rows(2)}, {id(copied)})
+        buffers = {"x": (copied, True)}
+        return StaticInputs(2, CudaGraphs(Model()).tokens, arguments, held, buffers, {})
+
+    assert inputs(rows(2), []).device().type == "cpu"
+    assert inputs(there, []).device().type == "cuda"
+    with pytest.raises(SoundnessError, match="'x', which changes with every step, lies on cpu"):
+        inputs(rows(2), [there]).device()
+
+
 def test_further_arguments_are_copied_on_request() -> None:
     graphs = CudaGraphs(
         lambda x, bias: x + bias, options=GraphOptions(copied=("bias",)), token_args=["x"]
@@ -410,6 +451,30 @@ def test_a_failed_capture_keeps_no_tensors_alive_through_its_error() -> None:
     assert [ref() for ref in kept] == [None] * len(kept)
 
 
+def test_nor_through_an_error_that_it_was_raised_from() -> None:
+    import weakref
+
+    kept: list[weakref.ref[Tensor]] = []
+
+    def below(x: Tensor) -> None:
+        y = x + 1
+        kept.append(weakref.ref(y))
+        raise ZeroDivisionError
+
+    def call(x: Tensor) -> Tensor:
+        if what_captures():
+            try:
+                below(x)
+            except ZeroDivisionError as error:
+                raise OptionError("above") from error
+        return x + 1
+
+    with pytest.raises(OptionError) as error:
+        CudaGraphs(call).capture([4], rows(4))
+    assert error.value.__cause__ is not None
+    assert [ref() for ref in kept] == [None]
+
+
 def test_a_larger_graph_survives_a_smaller_ones_failure() -> None:
     def call(x: Tensor) -> Tensor:
         if x.shape[0] == 2:
@@ -444,6 +509,12 @@ def test_inside_another_capture_the_call_itself_runs() -> None:
     outer.capture([4], rows(4))
     assert inner.statistics.eager["captured by the caller"] > 0
     assert math.isclose(outer(torch.ones(4, H)).sum(), 8.0 * H / H * H)
+
+
+@pytest.mark.parametrize("bad", [4, Bucket(4)])
+def test_one_bucket_is_no_list(bad: Any) -> None:
+    with pytest.raises(OptionError, match="wanted a list"):
+        CudaGraphs(Model()).capture(bad, rows(3))
 
 
 @pytest.mark.parametrize("bad", [{"warmup": 0}, {"timeout_s": 0.0}])

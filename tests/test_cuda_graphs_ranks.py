@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import dbo_fx
 from dbo_fx import AgreementPolicy, BatchKind, Bucket, CudaGraphs, GraphOptions, wrap, wrapping
+from dbo_fx import graphs as graphs_module
 from dbo_fx.capturing import twin_capture, what_captures
 from dbo_fx.comm import in_flight
 from dbo_fx.errors import OptionError
@@ -116,7 +118,10 @@ def test_ranks_that_capture_other_buckets_are_named(ranks: RankPool) -> None:
 
 
 def run_one_fails(rank: int, where: str) -> dict[str, Any]:
-    """Rank 1 fails behind its last communication, or before its first: its arguments are wrong."""
+    """Rank 1 fails behind its last communication, or before its first.
+
+    There its arguments are wrong, or it has no memory.
+    """
     model = PlainMoe()
     original = model.experts
 
@@ -132,6 +137,10 @@ def run_one_fails(rank: int, where: str) -> dict[str, Any]:
         model.experts = experts  # type: ignore[method-assign]
         text = error_of(graphs.capture, [4], rows(4))
         model.experts = original  # type: ignore[method-assign]
+    elif where == "memory":
+        no_room = mock.patch.object(graphs_module, "kept_state", side_effect=OptionError("no room"))
+        with no_room if rank else nullcontext():
+            text = error_of(graphs.capture, [4], rows(4))
     else:
         text = error_of(graphs.capture, [4], rows(4) if not rank else None)
     buckets = [b.rows for b in graphs.buckets]
@@ -140,7 +149,7 @@ def run_one_fails(rank: int, where: str) -> dict[str, Any]:
     return {"text": text, "buckets": buckets, "eager": eager, "now": len(graphs.buckets)}
 
 
-@pytest.mark.parametrize("where", ["behind", "arguments"])
+@pytest.mark.parametrize("where", ["behind", "arguments", "memory"])
 def test_a_rank_that_fails_to_capture_keeps_all_from_having_the_graph(
     ranks: RankPool, where: str
 ) -> None:

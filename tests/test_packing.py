@@ -13,6 +13,7 @@ from torch import Tensor
 import dbo_fx
 from dbo_fx.errors import OptionError, SoundnessError, UnsupportedGraphError
 from dbo_fx.guards import overflow_counters, written_inputs
+from dbo_fx.integrations.transformers import GROUP
 from dbo_fx.layouts import Inside, Split
 from dbo_fx.packing import Packing
 from dbo_fx.packing_ops import LOST, NOWHERE, SPOILT
@@ -24,6 +25,7 @@ from dbo_fx.passes.soundness import Soundness
 from dbo_fx.pipeline import State
 from graphs import find, op, place, run
 from rank_pool import RankPool
+from small_moe import one_rank
 
 PASSES = (Normalize(), Regions(), Soundness())
 OPS = ("pack", "note_overflow", "unpack")
@@ -189,11 +191,28 @@ def test_capacities() -> None:
         ({"capacity": 0.9}, "capacity=0.9; wanted None"),
         ({"capacity": True}, "capacity=True; wanted None"),
         ({"capacity": float("nan")}, "capacity=nan; wanted None"),
+        ({"capacity": float("inf")}, "capacity=inf; wanted None"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Packing(4, 8, **options)
+
+
+@pytest.mark.parametrize("cause", ["capacity", "parts"])
+def test_a_refused_model_is_not_half_sharded(cause: str) -> None:
+    pytest.importorskip("transformers", minversion="5.17")
+    from dbo_fx.integrations.transformers import expert_parallel
+    from test_transformers import build
+
+    model = build("Mixtral")
+    wanted = {name: weight.shape for name, weight in model.named_parameters()}
+    if cause == "parts":
+        model.config.sub_configs = {"text_config": None}
+    with one_rank(), pytest.raises((OptionError, UnsupportedGraphError)):
+        expert_parallel(model, routing="all_to_all", capacity=0.5 if cause == "capacity" else None)
+    assert {name: weight.shape for name, weight in model.named_parameters()} == wanted
+    assert not any(hasattr(module, GROUP) for module in model.modules())
 
 
 def test_rows_that_fill_no_words() -> None:

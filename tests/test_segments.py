@@ -527,3 +527,24 @@ def test_a_saved_program_is_compiled_by_the_same_backend(tmp_path: Path) -> None
     clear_artifacts()
     dbo_fx.load(tmp_path / "saved", model)
     assert len(COUNTED) == 2 * count
+
+
+class Positions(PlainMoe):
+    """Adds a table's rows by the token's place in the batch, and that place itself."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+        places = torch.arange(x.shape[0]).unsqueeze(1)
+        return self.body(x + table[: x.shape[0]] + places)
+
+
+@pytest.mark.parametrize("backend", ["counted", "aot_eager"])
+def test_where_a_microbatch_begins_is_no_size_of_it(backend: str) -> None:
+    """Both are numbers that were traced as the batch's size; a compiler must not confuse them."""
+    table = torch.randn(16, H)
+    trace = traced(Positions(), (rows(8), table))
+    split = compile_captured(trace.fresh(), Options(segment_backend=backend))
+    assert max(len(a.symbols) for a in artifacts().values()) == 2
+    for count in (8, 7, 11):
+        with torch.no_grad():
+            result = split(*trace.args(count))[0]
+        torch.testing.assert_close(result, Positions()(rows(count), table), rtol=1e-4, atol=1e-5)

@@ -226,10 +226,13 @@ def test_an_environment_is_made_anew() -> None:
     )
 
 
-def test_fake_tensors_are_put_together_without_guards() -> None:
+@pytest.mark.parametrize("from_base", [False, True])
+def test_fake_tensors_are_put_together_without_guards(from_base: bool) -> None:
     s = symbols.SymbolFacts("s1", "positive", 2, None, 6)
     mode, size = symbols.rebuilt_mode([s], [])
-    storage = symbols.fake_storage(size(48 * s.symbol))
+    storage: Any = symbols.fake_storage(size(48 * s.symbol))
+    if from_base:
+        storage = symbols.fake_base(size(12 * s.symbol), torch.float32)
     one, two = (
         symbols.fake_tensor(
             mode,

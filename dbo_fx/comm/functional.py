@@ -1,6 +1,6 @@
 """The ops that models call, in one piece, and their fakes.
 
-They run over the device's usual transport; the compiler replaces them by halves (`ops.py`).
+Which transport carries them is told in `plain.py`; the compiler replaces them by halves (`ops.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dbo_fx.comm import groups
 from dbo_fx.comm.batched import ByCollectives
 from dbo_fx.comm.buffers import buffers, comm_buffers
 from dbo_fx.comm.expert_layouts import Batched, kind_of
-from dbo_fx.comm.protocol import transport_for
+from dbo_fx.comm.plain import plain_carrier
 from dbo_fx.errors import CommunicationError
 
 SCHEMAS = (
@@ -158,9 +158,11 @@ def combine_batched(
 
 
 def run(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
-    """Do a collective or exchange to its end, over the device's usual transport."""
+    """Do a collective or exchange to its end; it is a region of its own to its transport."""
     outputs = comm_buffers(inputs, collective, group)
-    transport = transport_for(inputs[0].device.type)
+    transport = plain_carrier(inputs[0].device.type, group)
+    # Nobody knows what stood before it: perhaps the replay of a graph.
+    transport.begin(group)
     if kind_of(collective) == "batched":
         run = ByCollectives(transport, group, None, collective)
         run.launch(inputs, outputs, collective).finish(outputs)

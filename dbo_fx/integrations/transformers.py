@@ -96,9 +96,12 @@ def expert_parallel(
         )
     for name, module in experts.items():
         _check(name, module, group.size())
+    _refuse_composed(model)
     for module in experts.values():
-        hidden = module.get_parameter("gate_up_proj").shape[2]
+        total, _, hidden = module.get_parameter("gate_up_proj").shape
         check_layout(layout, max_tokens, fp8, routing, hidden)
+        Packing(group.size(), total, copies, capacity)
+    # Nothing is refused any more: a model must not be left half sharded.
     for module in experts.values():
         total = module.get_parameter("gate_up_proj").shape[0]
         _shard(module, group)
@@ -181,6 +184,19 @@ def _check(name: str, module: nn.Module, ranks: int) -> None:
         )
 
 
+def _refuse_composed(model: Any) -> None:
+    """Refuse a model whose parts have configs of their own.
+
+    Raises:
+        UnsupportedGraphError: It is one.
+    """
+    if parts := getattr(model.config, "sub_configs", None):
+        raise UnsupportedGraphError(
+            f"expert_parallel: {type(model).__name__} is made of several models "
+            f"({', '.join(parts)}). Pass the text model with the experts alone."
+        )
+
+
 def _shard(module: nn.Module, group: dist.ProcessGroup) -> None:
     local = module.get_parameter("gate_up_proj").shape[0] // group.size()
     first = local * group.rank()
@@ -221,11 +237,6 @@ def _pack(module: nn.Module, packing: Packing) -> None:
 def _use_functions(model: Any) -> None:
     """Select both functions in a config that only this model has, and guard its arguments."""
     old = model.config
-    if getattr(old, "sub_configs", None):
-        raise UnsupportedGraphError(
-            f"expert_parallel: {type(model).__name__} is made of several models "
-            f"({', '.join(old.sub_configs)}). Pass the text model with the experts alone."
-        )
     new = copy.deepcopy(old)
     for module in model.modules():
         if getattr(module, "config", None) is old:

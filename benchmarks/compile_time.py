@@ -158,7 +158,9 @@ def record(args: argparse.Namespace, figures: dict[str, Any]) -> None:
 
 def main() -> None:
     """Parse arguments, measure, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny")
     parser.add_argument("--layers", type=int, default=27)

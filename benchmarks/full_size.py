@@ -169,7 +169,9 @@ def measure(layers: int, ranks: int, tokens: int, timeline: str | None = None) -
 
 def main() -> None:
     """Parse arguments, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per sequence")

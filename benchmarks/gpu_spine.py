@@ -98,7 +98,9 @@ def median_ms(replay: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor)
 
 def main() -> int:
     """Run on two GPUs, write the JSON, exit 1 if anything differed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--commit", help="default: what git says")
     args = parser.parse_args()

@@ -33,13 +33,21 @@ MOST_POINTS = 60
 
 def main() -> int:
     """Measure what is missing; exit 1 if a result that must be equal was not."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", choices=SETS, default="required")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--points", choices=SETS, default="required", help="which set (default: %(default)s)"
+    )
     parser.add_argument("--only", default="", help="only points whose key contains this")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON file to write, or to go on with"
+    )
     parser.add_argument("--commit", help="default: what git says")
-    parser.add_argument("--limit-s", type=float, default=540, help="start no group after this")
+    parser.add_argument(
+        "--limit-s", type=float, default=540, help="start no group of points after this"
+    )
     args = parser.parse_args()
     commit = args.commit or _commit()
     results = _load(args.output)

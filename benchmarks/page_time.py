@@ -48,7 +48,9 @@ def opened_s(page: Path) -> float:
 
 def main() -> None:
     """Parse arguments, print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("page", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()

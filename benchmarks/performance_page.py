@@ -75,7 +75,7 @@ def tables(results: dict[str, Any]) -> str:
         versions = f"torch {run['torch']}" + (f", NCCL {run['nccl']}" if "nccl" in run else "")
         parts += [
             f"### {run['device']}, {versions}, commit {run['commit']}",
-            f"`{run['command']}`",
+            f"`{run['command']} --output FILE`",
             _times(mine),
             _ratios(mine),
         ]
@@ -200,7 +200,9 @@ def plot(results: dict[str, Any]) -> list[Path]:
 
 def main() -> int:
     """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text())

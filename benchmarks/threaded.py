@@ -321,7 +321,9 @@ def _load_alone(path: Path) -> Any:
 
 def main() -> None:
     """Print the host time of a yield; with `--output`, write it down."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--vllm", type=Path, help="vLLM's v1/worker/ubatching.py, to compare with")
     parser.add_argument("--commit", default="", help="what to write down as the commit")

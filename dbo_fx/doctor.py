@@ -93,7 +93,12 @@ def _deep_ep() -> Finding:
         return Finding("deep_ep", "ok", f"{names[0]} {version(names[0])}")
     if find_spec("deep_ep") is not None:
         return Finding("deep_ep", "untested", "on the path, without a version")
-    return Finding("deep_ep", "missing", "-", f"pip install {DEEPEP_BUILD}")
+    torch = _torch()
+    if torch is None or not torch.distributed.is_available():
+        return Finding("deep_ep", "missing", "-", f"pip install {DEEPEP_BUILD}")
+    from dbo_fx.comm.deepep_package import build_for
+
+    return Finding("deep_ep", "missing", "-", f"pip install {build_for(torch.__version__)}")
 
 
 def _version(name: str, number: str | None, *, core: bool = False) -> Finding:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class _Piece:
         place: Where a static tensor lies; None for a tensor that is copied.
         parts: Of a container or an object with tensors within, by key; None for a leaf.
         copied: Whether it is a tensor whose values are copied.
+        plain: Of an object without tensors, its attributes that are plain values.
     """
 
     path: str
@@ -42,6 +44,7 @@ class _Piece:
     place: Place | None = None
     parts: dict[Any, _Piece] | None = None
     copied: bool = False
+    plain: dict[Any, Any] = field(default_factory=dict)
 
 
 class Arguments:
@@ -77,14 +80,20 @@ class Arguments:
             k: self._piece(_join(path, value, k), v, copied, within) for k, v in parts.items()
         }
         if is_object and not any(p.place or p.parts for p in pieces.values()):
-            return _Piece(path, value)  # An object without tensors is compared as one.
+            # An object without tensors is compared as one.
+            return _Piece(path, value, plain=_plain(parts))
         return _Piece(path, value, parts=pieces)
 
     def static(self) -> Iterator[Tensor]:
         """The tensors that are not copied."""
+        for _, tensor in self.named_static():
+            yield tensor
+
+    def named_static(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that are not copied, with their paths."""
         for piece in self._leaves(self._root):
             if piece.place is not None:
-                yield piece.value
+                yield piece.path, piece.value
 
     def _leaves(self, piece: _Piece) -> Iterator[_Piece]:
         if piece.parts is None:
@@ -122,10 +131,22 @@ def _check(piece: _Piece, value: Any, found: dict[str, Tensor]) -> None:
             raise _moved(piece.path, place_of(value), piece.place)
     elif value is not piece.value and not _same(value, piece.value):
         raise _changed(piece, _words(value), _words(piece.value))
+    elif piece.plain:
+        now = _plain(_parts(value) or {})
+        for key, before in piece.plain.items():
+            if key not in now or not _same(now[key], before):
+                attribute = _Piece(_join(piece.path, value, key), before)
+                raise _changed(attribute, _words(now.get(key)), _words(before))
+
+
+def _plain(parts: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in parts.items() if isinstance(value, _PLAIN)}
 
 
 def _same(one: Any, other: Any) -> bool:
-    return isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
+    if not isinstance(one, _PLAIN) or type(one) is not type(other):
+        return False
+    return bool(one == other) or (one != one and other != other)  # NaN is equal to itself here.
 
 
 def _is_container(value: Any) -> bool:
@@ -142,7 +163,14 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value):
         return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    return getattr(value, "__dict__", None)
+    slots: dict[Any, Any] = {}
+    for kind in type(value).__mro__:
+        names = getattr(kind, "__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                slots[name] = getattr(value, name)
+    own: dict[Any, Any] | None = getattr(value, "__dict__", None)
+    return slots | (own or {}) if slots else own
 
 
 def _join(path: str, value: Any, key: Any) -> str:
@@ -156,12 +184,15 @@ def _words(value: Any) -> str:
         return repr(value)
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
+    if isinstance(value, Enum):
+        return str(value)
     size = f" of {len(value)}" if _is_container(value) else ""
     return f"{type(value).__name__}{size}"
 
 
 def _changed(piece: _Piece, found: str, wanted: str) -> SoundnessError:
     where = f"argument {piece.path!r}" if piece.path else "the arguments"
+    found = f"another {found}" if found == wanted else found
     return SoundnessError(
         f"CUDA graph: {where}: found {found}, the capture had {wanted}, and a replay would use "
         "that. Bring the same, capture again, or name what changes with every step in copied=..."

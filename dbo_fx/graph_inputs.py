@@ -7,91 +7,17 @@ is checked, and an error names the argument.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dbo_fx.errors import SoundnessError
 from dbo_fx.graph_arguments import Arguments
-from dbo_fx.token_rows import TokenRows, mapped, original_of
-
-
-class Weights:
-    """The parameters and buffers of a model, as they lay at the capture.
-
-    Args:
-        calls: What was captured; of compiled models, the module behind them.
-
-    Attributes:
-        tensors: All of them. Kept, so that nothing else may get this memory.
-        buffers: Without the parameters.
-    """
-
-    def __init__(self, calls: Mapping[str, Any]) -> None:
-        """Take addresses."""
-        self._paths: list[str] = []
-        self._holders: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self.tensors: list[Tensor] = []
-        self.buffers: list[Tensor] = []
-        self._modules: list[tuple[str, dict[str, Any], str, nn.Module]] = []
-        seen: set[int] = set()
-        for call in calls.values():
-            original = original_of(call) or call
-            if isinstance(original, nn.Module) and id(original) not in seen:
-                seen.add(id(original))
-                self._add(original)
-        self._addresses = list(map(Tensor.data_ptr, self.tensors))
-
-    def _add(self, model: nn.Module) -> None:
-        for prefix, module in model.named_modules():
-            for holder in (module._parameters, module._buffers):
-                for name, tensor in holder.items():
-                    if tensor is not None:
-                        self._paths.append(f"{prefix}.{name}" if prefix else name)
-                        self._holders.append(holder)
-                        self._names.append(name)
-                        self.tensors.append(tensor)
-            for name, part in module._modules.items():
-                if part is not None:
-                    path = f"{prefix}.{name}" if prefix else name
-                    self._modules.append((path, module._modules, name, part))
-            self.buffers.extend(t for t in module._buffers.values() if t is not None)
-
-    def check(self) -> None:
-        """Refuse a weight that has moved.
-
-        Raises:
-            SoundnessError: Names it.
-        """
-        # Every step does this for every weight, so the loops are those of `map`.
-        now = list(map(dict.get, self._holders, self._names))
-        if all(map(operator.is_, now, self.tensors)):
-            places = list(map(Tensor.data_ptr, self.tensors))
-            if places == self._addresses:
-                self._check_modules()
-                return
-        for path, tensor, address in zip(self._paths, now, self._addresses, strict=True):
-            if tensor is None or tensor.data_ptr() != address:
-                where = "nowhere" if tensor is None else f"at {tensor.data_ptr():#x}"
-                raise SoundnessError(
-                    f"CUDA graph: weight {path!r} lies {where}, the capture read {address:#x}: a "
-                    "replay would use the old one. Load weights in place (copy_), or capture again."
-                )
-        self._check_modules()
-
-    def _check_modules(self) -> None:
-        for path, holder, name, part in self._modules:
-            if holder.get(name) is not part:
-                raise SoundnessError(
-                    f"CUDA graph: module {path!r} is another one than at the capture: a replay "
-                    "would use the old one's weights. Load weights in place (copy_), or capture "
-                    "again."
-                )
+from dbo_fx.graph_weights import Weights
+from dbo_fx.token_rows import TokenRows, mapped
 
 
 @dataclass(slots=True)
@@ -139,6 +65,7 @@ class StaticInputs:
         weights: Of the captured calls.
         buffers: The buffers by path, and whether each holds token rows.
         fill: Values for added rows by path.
+        host: Static tensors on the host of a graph elsewhere, by path, with their values.
     """
 
     rows: int
@@ -147,6 +74,7 @@ class StaticInputs:
     weights: Weights
     buffers: dict[str, tuple[Tensor, bool]]
     fill: dict[str, float]
+    host: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def device(self) -> torch.device:
         """Where the graph runs: on CUDA if anything is there.
@@ -175,6 +103,7 @@ class StaticInputs:
             SoundnessError: Something static moved or changed, or a tensor to copy does not fit.
         """
         found = self.arguments.check(bound)
+        self.check_host()
         rows = {t.shape[self.tokens.dim] for p, t in found.items() if self.buffers[p][1]}
         for path, tensor in found.items():
             buffer, has_rows = self.buffers[path]
@@ -190,6 +119,30 @@ class StaticInputs:
                     "equally many everywhere, or capture again."
                 )
         return found
+
+    def note_host(self, device: torch.device) -> None:
+        """Remember what a graph on a device keeps of tensors on the host; it reads pinned ones.
+
+        Args:
+            device: Where the graph runs.
+        """
+        for path, tensor in self.arguments.named_static():
+            if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+                self.host[path] = tensor, tensor.clone(memory_format=torch.contiguous_format)
+
+    def check_host(self) -> None:
+        """Refuse other values on the host than at the capture.
+
+        Raises:
+            SoundnessError: Names the argument.
+        """
+        for path, (tensor, value) in self.host.items():
+            if not torch.equal(_bits(tensor), _bits(value)):
+                raise SoundnessError(
+                    f"CUDA graph: argument {path!r} lies on the CPU and has changed since the "
+                    "capture, and a replay neither reads nor writes it. Move it to the graph's "
+                    "device, or bring the same values."
+                )
 
     def copy(self, found: Mapping[str, Tensor]) -> None:
         """Copy values into the buffers, rows first, then what padding needs."""
@@ -209,6 +162,11 @@ class StaticInputs:
         tensors = [t for t, _ in self.buffers.values()]
         tensors += list(self.arguments.static())
         return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A CPU tensor's values, among which NaN is equal to itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ A capture is done in this order, on every rank alike:
 1. the ranks compare the list of buckets;
 2. for each bucket, the largest first: the example's token rows are copied into static buffers, what
    the call may write is saved, and the ranks compare whether there was memory for both;
-3. the call runs `warmup` times on the stream of the capture (compilation, first-call tests, handles),
-   what it wrote in place is put back, it is captured, and the ranks compare whether it went well.
+3. the call runs `warmup` times on the stream of the capture (compilation, first-call tests,
+   handles), what it wrote in place is put back, it is captured, and the ranks compare whether it
+   went well.
 
 A replay checks that everything static is where it was, copies the token rows, and launches one
 graph. On CPU a twin of the graph stands in (`graph_device`); all else is the same code.
@@ -38,8 +39,9 @@ from dbo_fx.comm import abandon_in_flight, groups
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
 from dbo_fx.graph_arguments import Arguments
 from dbo_fx.graph_device import Captured, GraphDevice, graph_device
-from dbo_fx.graph_inputs import Buffers, Example, StaticInputs, Weights
+from dbo_fx.graph_inputs import Buffers, Example, StaticInputs
 from dbo_fx.graph_state import kept_state
+from dbo_fx.graph_weights import Weights
 from dbo_fx.padding import STEP, Padding
 from dbo_fx.token_rows import TokenRows, leaves, mapped
 
@@ -199,7 +201,9 @@ class CudaGraphs:
     ) -> tuple[StaticInputs, Callable[[], Any], Callable[[], None]]:
         """Take memory: buffers, the call on them, and what puts back what it writes."""
         inputs, args, kwargs = example.static(bucket.rows, self.tokens, self._buffers)
-        self._device = self._device or graph_device(inputs.device())
+        device = inputs.device()
+        self._device = self._device or graph_device(device)
+        inputs.note_host(device)
         state = [*inputs.arguments.static(), *inputs.weights.buffers]
         put_back = stack.enter_context(kept_state(state if self.options.keep_state else []))
         return inputs, partial(self.calls[bucket.plan], *args, **kwargs), put_back
@@ -225,6 +229,7 @@ class CudaGraphs:
         except SoundnessError as refused:  # Perhaps only because rows may be padding.
             unpaddable, padding = str(refused), Padding.NONE
             device.warm(call)
+        inputs.check_host()
         put_back()
         for _ in range(self.options.warmup - 1):
             device.warm(call)

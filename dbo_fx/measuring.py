@@ -55,6 +55,12 @@ def measure(
     if isinstance(replays, bool) or not isinstance(replays, int) or replays < 1:
         raise OptionError(f"measure: replays={replays!r}; wanted 1 or more")
     args = tuple(_caught(compiled, call) if callable(call) else call)
+    if len(args) != (wanted := len(compiled.captured.placeholders)):
+        raise OptionError(
+            f"measure: {len(args)} inputs; the graph of {compiled!r} takes {wanted}, its sizes and "
+            "weights among them. Give a function that calls the compiled model once: "
+            "measure(lambda: model(*args))"
+        )
     can = compiled.runtime.is_cuda and compiled.certificate.hazards.capturable
     if graph and not can:
         raise OptionError(

@@ -109,7 +109,7 @@ class Options:
             raise OptionError(
                 f"num_microbatches={self.num_microbatches} does not fit schedule "
                 f"{self.resolved_schedule().name!r}, which is written for {own}. "
-                "Leave num_microbatches out, or choose a schedule with label i (sequential)."
+                f"Leave num_microbatches out, or choose one of: {_fitting(self.num_microbatches)}."
             )
 
     def _check_progress(self) -> None:
@@ -163,6 +163,12 @@ class Options:
     def microbatches(self) -> int:
         """How many microbatches the program will have."""
         return self.num_microbatches or self.resolved_schedule().num_microbatches or 2
+
+
+def _fitting(microbatches: int | None) -> str:
+    """The shipped schedules for a number of microbatches, among them those for any."""
+    shipped = {name: schedules.load(name).num_microbatches for name in schedules.names()}
+    return ", ".join(name for name, own in shipped.items() if own in (None, microbatches))
 
 
 def _bad(key: str, value: object, wanted: str) -> OptionError:

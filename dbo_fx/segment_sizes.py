@@ -6,12 +6,13 @@ can be read at run time is found here: off an argument that is a size, or off a 
     x [s, 16, 128], w [...]         s is x.shape[0]
     y [16*s, 4], no other           s is y.shape[0] // 16
     y [4*a*b, 8], no other          only a*b is known: it takes the place of both
+    y [(5*s + 3)//4, 8], no other   only the quotient is known: it takes the place of s
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -144,27 +145,61 @@ def core_sizes(inputs: Sequence[Node], results: Sequence[torch.Tensor]) -> CoreS
     numbers = [size_of(n) for n in inputs if not isinstance(value_of(n), torch.Tensor)]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     numbers += [expression(s) for v in tensors for s in (*v.shape, *v.stride())]
-    free = tuple(dict.fromkeys(s for e in numbers for s in sorted(e.free_symbols, key=str)))
+    quotients = _quotients(inputs, numbers)
+    shown = [e.xreplace(quotients) for e in numbers]
+    free = tuple(dict.fromkeys(s for e in shown for s in sorted(e.free_symbols, key=str)))
     env = next((m.shape_env for v in values if (m := fake_mode_of(v)) is not None), None)
     # Sizes in the bounds of windows that begin where the microbatch begins.
     windows = [n.free_symbols for n in map(size_of_number, inputs) if START in n.free_symbols]
     beside = set[sympy.Symbol]().union(*windows) - {START}
-    terms, sources = _solve(free, list(_places(inputs)))
+    terms, sources = _solve(free, list(_places(inputs, quotients)))
+    behind = {symbol: quotient for quotient, symbol in quotients.items()}
     facts = []
     for index, term in enumerate(terms):
         assert env is not None
-        known = [_facts(env, s, beside) for s in term]
+        known = [
+            _facts_of_quotient(env, behind[s]) if s in behind else _facts(env, s, beside)
+            for s in term
+        ]
         if None in known:
             raise UnsupportedGraphError(f"size {term[0]} is of an unknown kind")
         facts.append(_product(f"s{index}", [f for f in known if f is not None]))
     new = tuple(f.symbol for f in facts)
     rename: dict[sympy.Symbol, sympy.Expr] = {}
     for term, symbol in zip(terms, new, strict=True):
-        rename[term[-1]] = symbol / sympy.Mul(*term[:-1])
+        rename[behind.get(term[-1], term[-1])] = symbol / sympy.Mul(*term[:-1])
     guards = [g.expr.xreplace(rename) for g in env.guards] if env is not None and new else []
     mode, size = rebuilt_mode(facts, [g for g in guards if g.free_symbols <= set(new)])
     hints = {f.symbol: f.hint for f in facts if f.hint is not None}
     return CoreSizes(mode, new, tuple(map(size, new)), hints, tuple(sources), rename, size)
+
+
+def _quotients(
+    inputs: Sequence[Node], numbers: Sequence[sympy.Expr]
+) -> dict[sympy.Expr, sympy.Symbol]:
+    """Stand-ins for quotients whose symbols no input shows, if all sizes follow the quotients."""
+    plain = {s for *_, factors in _places(inputs, {}) for s in factors}
+    hidden = {s for e in numbers for s in e.free_symbols} - plain
+    parts = {a for e in numbers for a in e.atoms(sympy.Function) if a.free_symbols & hidden}
+    found = {
+        part: sympy.Symbol(f"quotient{i}", integer=True, positive=True)
+        for i, part in enumerate(sorted(parts, key=str))
+    }
+    readable = {s for *_, factors in _places(inputs, found) for s in factors}
+    found = {part: symbol for part, symbol in found.items() if symbol in readable}
+    left = {s for e in numbers for s in e.xreplace(found).free_symbols}
+    return {part: s for part, s in found.items() if not part.free_symbols & hidden & left}
+
+
+def _facts_of_quotient(env: Any, size: sympy.Expr) -> SymbolFacts | None:
+    """What is known of a quotient, which grows with its symbols."""
+    parts = {s: symbol_facts(env, s) for s in size.free_symbols}
+    lowers = {s: f.lower for s, f in parts.items() if f is not None and f.lower is not None}
+    hints = {s: f.hint for s, f in parts.items() if f is not None and f.hint is not None}
+    if len(lowers) < len(parts) or int(size.subs(lowers)) < 1:
+        return None
+    hint = int(size.subs(hints)) if len(hints) == len(parts) else None
+    return SymbolFacts("", "positive", int(size.subs(lowers)), None, hint)
 
 
 def size_of_number(node: Node) -> sympy.Expr:
@@ -201,7 +236,9 @@ Term = tuple[sympy.Symbol, ...]
 Place = tuple[int, int | None, int, Term]
 
 
-def _places(inputs: Sequence[Node]) -> Iterator[Place]:
+def _places(
+    inputs: Sequence[Node], quotients: Mapping[sympy.Expr, sympy.Symbol]
+) -> Iterator[Place]:
     """Sizes that are a number times a product of symbols: argument, dim, number, symbols."""
     for index, node in enumerate(inputs):
         value = value_of(node)
@@ -211,7 +248,7 @@ def _places(inputs: Sequence[Node]) -> Iterator[Place]:
         else:
             sizes = [(dim, expression(size)) for dim, size in enumerate(value.shape)]
         for dim, size in sizes:
-            times, factors = size.as_coeff_mul()
+            times, factors = size.xreplace(dict(quotients)).as_coeff_mul()
             plain = times.is_Integer and times > 0 and all(f.is_Symbol for f in factors)
             if factors and plain:
                 yield index, dim, int(times), tuple(sorted(factors, key=str))

@@ -550,7 +550,7 @@ def addresses_of_static_arguments_are_not_checked(patch: pytest.MonkeyPatch) -> 
 
 @mutation("graphs", "test_cuda_graphs.py::test_a_moved_weight_is_named")
 def weights_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    from dbo_fx.graph_inputs import Weights
+    from dbo_fx.graph_weights import Weights
 
     patch.setattr(Weights, "check", nothing)
 
@@ -586,7 +586,9 @@ def a_spoilt_capture_holds_the_pool(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(graph_device, "end_spoilt_capture", nothing)
 
 
-@mutation("graphs", "test_graph_device.py::test_a_call_that_fails_under_capture_joins_its_streams")
+@mutation(
+    "graphs", "test_graph_device.py::test_a_call_that_fails_under_capture_joins_what_has_forked"
+)
 def a_failed_capture_leaves_a_stream_loose(patch: pytest.MonkeyPatch) -> None:
     from dbo_fx.runtime import StreamPool
 

@@ -294,6 +294,7 @@ def config(tmp_path: Path, **changes: object) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_config_is_built_without_weights_and_cut(tmp_path):
     pytest.importorskip("transformers", minversion="5.17")
     done = run("explain", config(tmp_path), "--ranks", "4", "--layers", "3", "--json")

@@ -71,14 +71,14 @@ def test_a_shown_program_reads_back():
 
 def test_json_of_a_steady_state():
     shown = json.loads(show("sequential", "--json"))
-    assert shown["lanes"]["comm"] == [[], ["D_i"], [], ["C_i"], []]
+    assert shown["lanes"]["comm"] == [[], ["D_i"], [], ["C_i"]]
     assert "periods" not in shown
 
 
 def test_one_microbatch_has_no_merge():
     shown = show("sequential", "--layers", "1", "--microbatches", "1")
     assert shown.splitlines() == [
-        "microbatch 0  A0_0@0 A1_0@0 D_0.send@0 D_0.recv@0 MLP_0@0 C_0.send@0 C_0.recv@0 S_0@0 "
+        "microbatch 0  A0_0@0 A1_0@0 S_0@0 D_0.send@0 D_0.recv@0 MLP_0@0 C_0.send@0 C_0.recv@0 "
         "TAIL_0"
     ]
 

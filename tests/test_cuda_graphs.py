@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from dbo_fx.comm import in_flight
 from dbo_fx.decision import BatchKind
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
 from dbo_fx.graph_arguments import Arguments
-from dbo_fx.graph_inputs import StaticInputs, Weights
+from dbo_fx.graph_inputs import StaticInputs
+from dbo_fx.graph_weights import Weights
 from dbo_fx.padding import STEP, Padding
 
 H = 4
@@ -242,6 +245,36 @@ def test_a_moved_tensor_in_a_plain_object_is_named() -> None:
     assert "static argument \"past.layers['values']\" lies at" in moved(*parts(), past=change)
 
 
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("keys", "length")
+
+    def __init__(self, keys: Tensor | None, length: float) -> None:
+        self.keys, self.length = keys, length
+
+
+def test_a_moved_tensor_in_an_object_with_slots_is_named() -> None:
+    graphs = CudaGraphs(lambda x, cache: x + cache.keys[0])
+    cache = Slotted(torch.zeros(2), 1)
+    graphs.capture([4], rows(3), cache)
+    graphs(rows(3), cache)
+    cache.keys = torch.zeros(2)
+    with pytest.raises(SoundnessError, match=r"'cache\.keys' lies at"):
+        graphs(rows(3), cache)
+
+
+@pytest.mark.parametrize("kind", [Slotted, SimpleNamespace])
+def test_a_changed_value_in_an_object_without_tensors_is_named(kind: Any) -> None:
+    graphs = CudaGraphs(lambda x, info: x * info.length)
+    info = kind(keys=None, length=math.nan)
+    graphs.capture([4], rows(3), info)
+    graphs(rows(3), info)
+    info.length = 2
+    with pytest.raises(SoundnessError, match=r"'info\.length': found 2, the capture had nan"):
+        graphs(rows(3), info)
+
+
 def test_a_static_tensor_of_another_shape_is_named() -> None:
     error = moved(*parts(), meta=lambda m: Meta([m.caches[0][:3], m.caches[1]], 5))
     assert "'meta.caches[0]' has shape [3, 4]" in error
@@ -327,6 +360,21 @@ def test_a_graph_is_where_anything_is_on_cuda_and_so_is_all_that_changes() -> No
         inputs(rows(2), [there]).device()
 
 
+def test_values_on_the_host_are_part_of_a_graph_on_a_device() -> None:
+    length, x = torch.tensor([3.0, math.nan]), rows(2)
+    arguments = Arguments({"x": x, "length": length}, {id(x)})
+    inputs = StaticInputs(
+        2, CudaGraphs(Model()).tokens, arguments, Weights({}), {"x": (x, True)}, {}
+    )
+    inputs.note_host(torch.device("cpu"))
+    assert not inputs.host
+    inputs.note_host(torch.device("cuda"))
+    inputs.check({"x": x, "length": length})
+    length[0] = 4
+    with pytest.raises(SoundnessError, match="'length' lies on the CPU and has changed"):
+        inputs.check({"x": x, "length": length})
+
+
 def test_further_arguments_are_copied_on_request() -> None:
     graphs = CudaGraphs(
         lambda x, bias: x + bias, options=GraphOptions(copied=("bias",)), token_args=["x"]
@@ -374,6 +422,24 @@ def test_module_buffers_are_put_back_too() -> None:
     assert model.seen.item() == 1
     model, _ = captured([4], keep_state=False)
     assert model.seen.item() > 0
+
+
+@pytest.mark.parametrize("how", ["closure", "method", "partial", "compiled"])
+def test_modules_behind_functions_are_found(how: str) -> None:
+    torch._dynamo.reset()
+    model = Model()
+    calls: dict[str, Any] = {
+        "closure": lambda x: model(x),
+        "method": model.forward,
+        "partial": functools.partial(model.forward, factor=2.0),
+        "compiled": torch.compile(model.forward, backend="eager"),
+    }
+    graphs = CudaGraphs(calls[how])
+    graphs.capture([4], rows(2))
+    assert model.seen.item() == 0
+    model.scale.data = model.scale.data.clone()
+    with pytest.raises(SoundnessError, match="weight 'scale' lies at"):
+        graphs(rows(2))
 
 
 def test_writes_into_token_rows_are_refused() -> None:

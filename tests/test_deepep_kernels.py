@@ -79,7 +79,7 @@ def test_every_reason_names_a_package(with_cuda: pytest.MonkeyPatch) -> None:
     with_cuda.setattr(package, "nvshmem", lambda: None)
     assert "nvidia-nvshmem-cu13" in str(package.reason("deepep_ll"))
     with_cuda.setattr(package, "find_spec", lambda name: None)
-    assert package.BUILD in str(package.reason("deepep_ht"))
+    assert package.build_for(torch.__version__) in str(package.reason("deepep_ht"))
     with pytest.raises(CommunicationError, match="deep_ep is not installed"):
         package.load()
     with_cuda.setattr(torch.cuda, "is_available", lambda: False)
@@ -96,7 +96,8 @@ def test_what_the_loader_says_is_explained() -> None:
 
 
 def test_the_doctor_tells_the_same(with_cuda: pytest.MonkeyPatch) -> None:
-    assert doctor.DEEPEP_BUILD == package.BUILD
+    assert doctor.DEEPEP_BUILD == package.BUILD == package.build_for("2.11.0+cu130")
+    assert package.build_for("2.13.1") == "'tokenspeed-deepep>=2.1.0.post20260810'"
     assert doctor._has_deepep("deepep_ht").state == "ok"
     with_cuda.setattr(package, "missing_symbols", lambda: ["ncclTeamLsa"])
     found = doctor._has_deepep("deepep_v2")

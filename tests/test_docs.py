@@ -77,10 +77,16 @@ def committed_files() -> list[Path]:
 
 
 # Blocks with tests run under pytest: tests/test_pytest_plugin.py.
-SCRIPTS = [block for block in blocks("python") if "def test_" not in block.text]
+SCRIPTS = [
+    pytest.param(
+        block, id=str(block), marks=() if block.document.name == "README.md" else pytest.mark.slow
+    )
+    for block in blocks("python")
+    if "def test_" not in block.text
+]
 
 
-@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+@pytest.mark.parametrize("block", SCRIPTS)
 def test_python_block_runs(block: Block, tmp_path: Path):
     script = tmp_path / "block.py"
     script.write_text(block.text, encoding="utf-8")

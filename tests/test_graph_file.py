@@ -69,7 +69,10 @@ MODELS: dict[str, Callable[[], CapturedGraph]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "sixteen layers" else ()) for n in MODELS],
+)
 def test_a_loaded_graph_becomes_the_same_program(name: str, file: Path) -> None:
     original = MODELS[name]()
     text = graph_text(original)

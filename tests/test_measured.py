@@ -130,6 +130,8 @@ def test_wrong_arguments_are_refused() -> None:
         program = compiled(trace)
         with pytest.raises(OptionError, match="replays=0; wanted 1 or more"):
             program.measure(trace.args(), 0)
+        with pytest.raises(OptionError, match=r"1 inputs; the graph of .* takes \d+, .*lambda"):
+            program.measure(trace.args()[:1])
         with pytest.raises(OptionError, match="cannot be captured in a CUDA graph on cpu"):
             program.measure(trace.args(), graph=True)
 

@@ -11,20 +11,22 @@ import pytest
 import torch
 
 import dbo_fx
+from dbo_fx.models import MoeConfig, MoeDecoder
 from rank_pool import RankPool
 
 
-def compiled(schedule: str, microbatches: int) -> Any:
-    from dbo_fx.demo import build_model
-    from dbo_fx.models import DEMO_CONFIG
+CONFIG = MoeConfig(
+    vocab=64, hidden=16, layers=2, heads=2, experts=4, expert_hidden=8, shared_hidden=8
+)
 
-    model = build_model(DEMO_CONFIG, torch.device("cpu"), torch.float32)
+
+def compiled(schedule: str, microbatches: int) -> Any:
     options = {"schedule": schedule, "num_microbatches": microbatches, "verify": "static"}
-    return torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)
+    return torch.compile(MoeDecoder(CONFIG), backend="dbo_fx", fullgraph=True, options=options)
 
 
 def ids(rank: int) -> torch.Tensor:
-    found = torch.randint(0, 256, (5, 8), generator=torch.Generator().manual_seed(rank))
+    found = torch.randint(0, 64, (5, 8), generator=torch.Generator().manual_seed(rank))
     torch._dynamo.mark_dynamic(found, 0)
     return found
 

@@ -15,7 +15,7 @@ from dbo_fx.comm.plain import plain_carrier
 from dbo_fx.comm.staging import SharedStaging
 from dbo_fx.errors import OptionError
 from rank_pool import RankPool
-from small_moe import PlainMoe, one_rank, rows
+from small_moe import CachedMoe, PlainMoe, arguments, one_rank, rows
 
 CE = "copy_engine"
 OPS = torch.ops.dbo_fx
@@ -58,23 +58,28 @@ def test_what_carries_no_plain_op_is_refused(name: str) -> None:
         pass
 
 
+@pytest.mark.parametrize(("model", "verify"), [(PlainMoe, "numeric"), (CachedMoe, "static")])
 def test_the_tests_of_the_first_call_use_the_programs_transport(
-    alone: str, monkeypatch: pytest.MonkeyPatch
+    alone: str, monkeypatch: pytest.MonkeyPatch, model: type[PlainMoe], verify: str
 ) -> None:
+    """The comparison, or the row-dependence test of a cache; neither goes over gloo."""
+
     def launch(*_: object) -> None:
         raise AssertionError("went over gloo")
 
     monkeypatch.setattr(GlooReference, "launch", launch)
     torch._dynamo.reset()
-    options = {"transport": CE, "verify": "numeric"}
-    compiled = torch.compile(PlainMoe(1), backend="dbo_fx", fullgraph=True, options=options)
-    x = rows(6)
-    torch._dynamo.mark_dynamic(x, 0)
+    layers = model(1)
+    options = {"transport": CE, "verify": verify}
+    compiled = torch.compile(layers, backend="dbo_fx", fullgraph=True, options=options)
+    given = arguments(layers)
+    torch._dynamo.mark_dynamic(given[0], 0)
     with torch.no_grad():
-        compiled(x)
-    found = dbo_fx.compilations()[-1].checked
+        compiled(*given)
+    program = dbo_fx.compilations()[-1]
+    found = program.checked if verify == "numeric" else program.tested
     assert found is not None
-    assert found.startswith("agrees")
+    assert ("agrees" if verify == "numeric" else "passed") in found
 
 
 def test_a_plain_op_is_a_region_of_its_own(alone: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,4 +441,4 @@ def test_models_of_transformers(family: str, golden: Golden) -> None:
 
 def test_the_group_of_these_models_is_the_default_one() -> None:
     assert groups.name_of(None) == GROUP
-    assert OPS.dispatch.default._schema.arguments[-1].name == "group"
+    assert OPS.dispatch.default._schema.arguments[3].name == "group"

@@ -75,8 +75,19 @@ def reason(mode: str) -> Reason | None:
     if not torch.cuda.is_available():
         return Reason("no CUDA device", "Run on a host with GPUs.")
     if find_spec("deep_ep") is None:
-        return Reason("the package deep_ep is not installed", f"pip install {BUILD}")
+        mend = f"pip install {build_for(torch.__version__)}"
+        return Reason("the package deep_ep is not installed", mend)
     return _abi(distribution(), torch.__version__) or _libraries(mode)
+
+
+def build_for(torch_version: str) -> str:
+    """What to install for a version of torch, as pip takes it."""
+    name, since, least = NEWER_ABI
+    return f"'{name}>={since}'" if _release(torch_version) >= least else BUILD
+
+
+def _release(torch_version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in torch_version.split(".")[:2])
 
 
 def _abi(found: tuple[str, str] | None, torch_version: str) -> Reason | None:
@@ -85,7 +96,7 @@ def _abi(found: tuple[str, str] | None, torch_version: str) -> Reason | None:
         return None
     name, number = found
     newer, since, least = NEWER_ABI
-    here = tuple(int(part) for part in torch_version.split(".")[:2])
+    here = _release(torch_version)
     if name == newer and _key(number) >= _key(since) and here < least:
         return Reason(
             f"{name} {number} is built for torch >= {'.'.join(map(str, least))}, found torch "

@@ -109,7 +109,8 @@ class Nccl:
         if backend != "nccl":
             raise CommunicationError(
                 f"group {group!r} carries CUDA tensors with {backend!r}, wanted 'nccl': only NCCL "
-                "keeps the order of the current stream. Create the group with backend 'nccl'."
+                "keeps the order of the current stream. Create the group with backend 'nccl', or "
+                "use transport='copy_engine' on one host."
             )
         if (limit := comm_sms()) is not None:
             group = limited(group, limit)

@@ -125,9 +125,8 @@ def transport_for(device_type: str, name: str | None = None) -> Transport:
         there = sorted(n for device, n in _TRANSPORTS if device == device_type)
         devices = sorted(device for device, n in _TRANSPORTS if n == wanted)
         raise CommunicationError(
-            f"transport {wanted!r} carries no tensors on {device_type!r}: its kernels for that "
-            f"device are not part of this version; it is there for {devices}. "
-            f"On {device_type!r} choose one of {there}."
+            f"transport {wanted!r} carries no tensors on {device_type!r}; it is there for "
+            f"{devices}. On {device_type!r} choose one of {there}."
         )
     return found
 

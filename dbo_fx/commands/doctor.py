@@ -8,7 +8,7 @@ from dbo_fx.commands.frame import REFUSED, Json, exits, progress, put_blocks, pu
 
 
 def doctor(as_json: Json = False) -> None:
-    """Look at versions, devices, transports and extras, and run two small self-tests.
+    """Look at versions, devices, transports and extras, and run three small self-tests.
 
     Exit 0: the core works; 1: it does not.
 

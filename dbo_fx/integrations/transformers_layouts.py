@@ -109,8 +109,8 @@ def check_layout(
         )
     if routing == "all_to_all" and (layout != "rows" or fp8):
         raise OptionError(
-            f"expert_parallel: layout={layout!r} and fp8={fp8} with routing='all_to_all', which "
-            "packs rows its own way. Leave routing out."
+            f"expert_parallel: layout={layout!r} and fp8={fp8} do not go with "
+            "routing='all_to_all', which packs rows its own way. Leave routing out."
         )
     if fp8 and hidden is not None and hidden % BLOCK:
         raise OptionError(

@@ -169,6 +169,7 @@ def test_models_that_cannot_be_used(command, target, said, models):
     ("arguments", "said"),
     [
         (["explain", "sequential", "--dim", "0"], "is no model; leave --dim out"),
+        (["show", "sequential", "--dim", "0"], "is no model; leave --dim out"),
         (["explain", "sequential", "--ranks", "2"], "leave --ranks out"),
         (["explain", "sequential", "--layer", "2"], "no MoE layer 2; they count from 0 to 1"),
         (["show", "sequential", "--transport", "nccl"], "leave --transport out"),

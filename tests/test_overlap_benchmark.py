@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import on_gpus
 import overlap_points
 import performance_page
 import pytest
@@ -13,7 +14,6 @@ import torch
 import dbo_fx
 from dbo_fx.models import MoeConfig, MoeDecoder
 from rank_pool import RankPool
-
 
 CONFIG = MoeConfig(
     vocab=64, hidden=16, layers=2, heads=2, experts=4, expert_hidden=8, shared_hidden=8
@@ -137,3 +137,26 @@ def test_points_have_keys_of_their_own_and_known_parts() -> None:
         for point in found:
             assert point.shape in overlap_points.SHAPES
             assert point.link in overlap_points.LINKS
+
+
+@pytest.mark.parametrize(
+    ("gpus", "deep_ep", "left_s", "why"),
+    [
+        (2, True, 1000.0, None),
+        (1, True, 1000.0, "needs 2 GPUs, found 1"),
+        (2, False, 1000.0, "needs DeepEP"),
+        (2, True, 100.0, "needs 400 s, 100 s are left"),
+    ],
+)
+def test_what_cannot_run_is_named(gpus: int, deep_ep: bool, left_s: float, why: str | None) -> None:
+    step = next(s for s in on_gpus.STEPS if s.name == "deep_ep_tests")
+    found = on_gpus.obstacle(step, gpus, deep_ep, left_s)
+    assert found is None if why is None else why in str(found)
+
+
+def test_every_step_runs_files_that_exist() -> None:
+    for step in on_gpus.STEPS:
+        named = [
+            word for word in step.command.split() if word.startswith(("tests/", "benchmarks/"))
+        ]
+        assert all((on_gpus.ROOT / word).exists() for word in named), step.name

@@ -53,6 +53,13 @@ def show(
     ranks: Annotated[
         int | None, typer.Option(help="Pretended ranks of a model or config.", min=1)
     ] = None,
+    dim: Annotated[
+        int | None,
+        typer.Option(
+            help="Dim of a model's tensor arguments to split; 0 if left out, -1: marked already.",
+            min=-1,
+        ),
+    ] = None,
     as_progress: Annotated[
         bool, typer.Option("--progress", help="Show where the ranks of a hung job stand.")
     ] = False,
@@ -81,7 +88,7 @@ def show(
     from dbo_fx.subjects import Request
 
     with exits("show"):
-        request = Request(", ".join(what), ranks, layers, microbatches, transport, schedule)
+        request = Request(", ".join(what), ranks, layers, microbatches, transport, schedule, dim)
         if as_progress:
             if html or trace or times or request != Request(request.what):
                 raise OptionError("--progress shows dumps; leave other options than --json out")

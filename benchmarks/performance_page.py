@@ -79,6 +79,9 @@ def tables(results: dict[str, Any]) -> str:
             _times(mine),
             _ratios(mine),
         ]
+    for shape, link, transport in curves(results):
+        name = _plot_name(shape, link, transport)
+        parts.append(f"![{shape}, {link}, {transport}](images/{name})")
     refused = [p for p in results["points"] if "ms" not in p]
     if refused:
         parts.append("Not measured:")
@@ -162,6 +165,24 @@ def page_with(text: str, generated: str) -> str:
     return f"{before}{BEGIN}\n\n{generated}\n\n{END}{after}"
 
 
+def curves(results: dict[str, Any]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """The rows of every plot, by shape, link and transport: those with several sizes."""
+    groups: defaultdict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows_of(results):
+        point = row["point"]
+        if point["routing"] == "uniform" and point["experts"] == "all_gather":
+            groups[point["shape"], point["link"], point["transport"]].append(row)
+    return {
+        key: rows
+        for key, rows in sorted(groups.items())
+        if len({row["point"]["tokens"] for row in rows}) > 1
+    }
+
+
+def _plot_name(shape: str, link: str, transport: str) -> str:
+    return f"performance_{shape}_{link}_{transport}.svg"
+
+
 def plot(results: dict[str, Any]) -> list[Path]:
     """One plot for each shape and link: unsplit / schedule over tokens. Needs matplotlib."""
     import matplotlib
@@ -170,15 +191,8 @@ def plot(results: dict[str, Any]) -> list[Path]:
     matplotlib.rcParams["svg.hashsalt"] = "dbo_fx"  # The same file every time.
     from matplotlib import pyplot
 
-    groups: defaultdict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in rows_of(results):
-        point = row["point"]
-        if point["routing"] == "uniform" and point["experts"] == "all_gather":
-            groups[point["shape"], point["link"], point["transport"]].append(row)
     written = []
-    for (shape, link, transport), rows in sorted(groups.items()):
-        if len({row["point"]["tokens"] for row in rows}) < 2:
-            continue
+    for (shape, link, transport), rows in curves(results).items():
         figure, axes = pyplot.subplots(figsize=(6, 3.2))
         for name in ("single_batch_overlap", DBO, "vllm_high_throughput", "threaded"):
             at = sorted((r["point"]["tokens"], r["ms"]["unsplit"] / r["ms"][name]) for r in rows)
@@ -190,7 +204,7 @@ def plot(results: dict[str, Any]) -> list[Path]:
         axes.set_title(f"{shape}, {link}, {transport}", fontsize=10)
         axes.legend(fontsize=7)
         figure.tight_layout()
-        path = PLOTS / f"performance_{shape}_{link}_{transport}.svg"
+        path = PLOTS / _plot_name(shape, link, transport)
         PLOTS.mkdir(exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)

@@ -124,6 +124,14 @@ def test_the_page_keeps_its_text_and_names_what_was_not_measured() -> None:
         performance_page.page_with("no markers", "x")
 
 
+def test_a_shape_measured_at_several_sizes_has_a_plot() -> None:
+    found = results()
+    assert "![" not in performance_page.tables(found)
+    found["points"][0]["point"] = found["points"][0]["point"] | {"tokens": 8192, "comm_sms": None}
+    shown = performance_page.tables(found)
+    assert shown.count("![v2lite, nic, nccl](images/performance_v2lite_nic_nccl.svg)") == 1
+
+
 def test_the_page_says_what_the_results_say() -> None:
     found = json.loads(performance_page.RESULTS.read_text())
     text = performance_page.PAGE.read_text()

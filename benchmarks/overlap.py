@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 from overlap_points import SETS, Point
-from overlap_rank import run_group
+from overlap_rank import Processes
 
 # transformers looks for torchvision, whose build may not fit torch's.
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
@@ -65,39 +64,37 @@ def main() -> int:
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
     started = time.monotonic()
     good = True
+    processes = Processes(args.ranks, args.limit_s)
     for points in _grouped(missing):
         if time.monotonic() - started > args.limit_s:
             print(f"time is up before {points[0].key}; run again to go on", flush=True)
             break
-        rows = _measured(points, args.ranks, args.limit_s)
+        rows = _measured(points, processes)
         _add(results, run, rows)
         args.output.write_text(json.dumps(results, indent=1) + "\n")
         for row in rows:
             good &= all(row.get("equal", {}).values())
             print(_line(row), flush=True)
+    processes.close()
     return 0 if good else 1
 
 
 def _grouped(points: list[Point]) -> list[list[Point]]:
-    groups: dict[Point, list[Point]] = {}
+    """Points by group, groups of a family side by side, in the order of the set otherwise."""
+    families: dict[Point, dict[Point, list[Point]]] = {}
     for point in points:
+        groups = families.setdefault(point.family, {})
         groups.setdefault(point.group, []).append(point)
-    return list(groups.values())
+    return [group for groups in families.values() for group in groups.values()]
 
 
-def _measured(points: list[Point], ranks: int, limit_s: float) -> list[dict[str, Any]]:
+def _measured(points: list[Point], processes: Processes) -> list[dict[str, Any]]:
     """A failure of one group is a row that says so, and no reason to lose the others."""
-    old = dict(os.environ)
-    if points[0].link == "no_p2p":
-        os.environ["NCCL_P2P_DISABLE"] = "1"
     try:
-        return run_group(points, ranks, limit_s)
+        return processes.measure(points)
     except Exception as error:
         text = str(error)
         return [{"key": p.key, "point": p.to_json(), "failed": text[-1500:]} for p in points]
-    finally:
-        os.environ.clear()
-        os.environ.update(old)
 
 
 def _load(path: Path) -> dict[str, Any]:

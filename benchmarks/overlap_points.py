@@ -180,8 +180,15 @@ class Point:
 
     @property
     def group(self) -> Point:
-        """Points of equal group share processes, models and compilations."""
+        """Points of equal group share compilations."""
         return replace(self, tokens=0)
+
+    @property
+    def family(self) -> Point:
+        """Points of equal family share processes and their model."""
+        # Between GPUs with peer access the option `comm_sms` makes the link.
+        link = "nvlink" if self.link == "nic" else self.link
+        return replace(self.group, link=link, transport="", comm_sms=None, carveout=None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from overlap_model import Inputs, build
-from overlap_points import SHAPES, Point
-from threaded import Threaded, recorded
+from overlap_points import Point
+from threaded import Threaded
 from torch import Tensor, nn
 
 import dbo_fx
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.ir import parse_program
-from dbo_fx.launch import run_ranks
+from dbo_fx.launch import Ranks
 
 ROUNDS = 15
 EAGER_STEPS = 7
@@ -64,6 +65,9 @@ class Candidate:
         return self.output
 
 
+_MODELS: dict[Point, nn.Module] = {}
+
+
 def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[str, Any]]:
     """Measure points that share a model; called on every rank.
 
@@ -73,11 +77,15 @@ def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[s
         world: Ranks that the experts are shared among.
     """
     point = points[0]
-    if point.link == "host":
+    if point.link == "host" and dist.get_backend() != "fake":
         _imitate_peers(world)
     device = torch.device("cpu") if point.link == "cpu" else torch.device("cuda", rank)
     dtype = torch.float32 if point.link == "cpu" else torch.bfloat16
-    model = build(point, device, dtype)
+    if point.family not in _MODELS:
+        _MODELS[point.family] = build(point, device, dtype)
+    model = _MODELS[point.family]
+    torch._dynamo.reset()  # What an earlier group compiled is not called again.
+    torch._dynamo.config.recompile_limit = 64  # Every schedule and sequence length is one.
     found = []
     with torch.no_grad():
         names = list(SCHEDULES)[: 4 if point.carveout is not None else None]
@@ -336,14 +344,53 @@ def _bounds(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"bound_ms": bounds, "with_stamps_ms": stamped, "spent": spent}
 
 
-def run_group(points: Sequence[Point], ranks: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Measure points of one group on fresh processes; every rank's times, the slowest counts."""
-    link = points[0].link
-    world, backend = (1, "gloo") if link == "host" else (ranks, "gloo" if link == "cpu" else "nccl")
-    found = run_ranks(
-        measure_group, world, (list(points), ranks), backend=backend, timeout_s=timeout_s
-    )
-    return [_merge(rows) for rows in zip(*found, strict=True)]
+class Processes:
+    """Ranks that stay for all groups of a family; a failure ends them, and others start.
+
+    Args:
+        ranks: How many ranks share the experts.
+        timeout_s: Limit of a group.
+    """
+
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        """Start nothing yet."""
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._family: Point | None = None
+        self._running: Ranks | None = None
+
+    def measure(self, points: Sequence[Point]) -> list[dict[str, Any]]:
+        """Measure points of one group.
+
+        Raises:
+            RankError: A rank failed or took too long.
+        """
+        family = points[0].family
+        if self._running is None or not self._running.alive or self._family != family:
+            self.close()
+            self._running, self._family = self._start(family.link), family
+        found = self._running.call(
+            measure_group, (list(points), self._ranks), timeout_s=self._timeout_s
+        )
+        return [_merge(rows) for rows in zip(*found, strict=True)]
+
+    def _start(self, link: str) -> Ranks:
+        world = 1 if link == "host" else self._ranks
+        backend = "gloo" if link in ("host", "cpu") else "nccl"
+        old = os.environ.pop("NCCL_P2P_DISABLE", None)
+        if link == "no_p2p":
+            os.environ["NCCL_P2P_DISABLE"] = "1"
+        try:  # They take over the environment when they start.
+            return Ranks(world, backend=backend, timeout_s=self._timeout_s)
+        finally:
+            os.environ.pop("NCCL_P2P_DISABLE", None)
+            if old is not None:
+                os.environ["NCCL_P2P_DISABLE"] = old
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
 
 def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -359,6 +406,3 @@ def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first |= _bounds(measured)
     first["equal"] = {n: all(row["equal"][n] for row in rows) for n in first["equal"]}
     return first
-
-
-__all__ = ["SCHEDULES", "SHAPES", "recorded", "run_group"]

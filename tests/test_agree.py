@@ -378,6 +378,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_is_enough(tmp_path: Path) -> None:
     (tmp_path / "step.py").write_text(SCRIPT, encoding="utf-8")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]

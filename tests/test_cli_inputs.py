@@ -419,6 +419,7 @@ def test_tables_are_drawn_in_a_terminal_and_plain_in_a_pipe():
         assert "C_m1@1: not S_m0@1: schedule (stands before MLP_m1@1)" in text
 
 
+@pytest.mark.slow
 def test_progress_is_for_terminals(models, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from dbo_fx.cli import main; main()"
     command = [sys.executable, "-c", code, "show", f"{models}:build"]

@@ -237,6 +237,7 @@ def run_opcheck(rank: int) -> None:
         abandon_in_flight()
 
 
+@pytest.mark.slow
 def test_opcheck(ranks: RankPool) -> None:
     ranks(run_opcheck)
 

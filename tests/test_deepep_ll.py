@@ -258,7 +258,11 @@ def run_schedule(rank: int, options: dict[str, Any]) -> list[bool]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"schedule": "sequential"}, {"schedule": "sequential", "num_microbatches": 3}],
+    [
+        {},
+        {"schedule": "sequential"},
+        pytest.param({"schedule": "sequential", "num_microbatches": 3}, marks=pytest.mark.slow),
+    ],
     ids=["mlp_shared_overlap", "sequential", "sequential of 3"],
 )
 def test_bit_identical_to_the_microbatched_reference(

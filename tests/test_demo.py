@@ -103,6 +103,7 @@ def test_the_demo_ends_with_0_and_explains_itself(tmp_path: Path) -> None:
     assert (tmp_path / "rank0" / "0" / "program.dbo").is_file()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_demo_with_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="text is empty") as failure:
         run_ranks(demo.run_rank, 2, ([TEXT, b""], str(tmp_path)), timeout_s=100)

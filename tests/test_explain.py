@@ -201,6 +201,7 @@ def test_targets_that_cannot_be_used(models: str, target: str, message: str) -> 
         explain(target)
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_exits_with_2_on_usage(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         MODELS.replace("from small_moe", "# from small_moe").replace("import graphs", "")

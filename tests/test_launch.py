@@ -172,6 +172,7 @@ def return_unpicklable(rank: int) -> Any:
     return lambda: rank
 
 
+@pytest.mark.slow
 def test_unpicklable_errors_and_results_are_still_shown(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="raised Unpicklable: ab") as caught:
         ranks(raise_unpicklable)

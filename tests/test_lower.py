@@ -196,6 +196,7 @@ print(compiled.program.digest, graph_digest(compiled))
 """
 
 
+@pytest.mark.slow
 def test_hashes_are_the_same_in_every_process() -> None:
     script = PRINT_HASHES.format(tests=str(Path(__file__).parent))
     running = [

@@ -125,6 +125,7 @@ def test_experts_that_the_ranks_cannot_share(ranks: RankPool) -> None:
         assert "7 experts cannot be shared evenly by 2 ranks" in message
 
 
+@pytest.mark.slow
 def test_the_example_finds_no_difference() -> None:
     script = Path(__file__).parent.parent / "examples" / "plain_moe.py"
     done = subprocess.run(

@@ -431,6 +431,7 @@ def test_effects_of_the_plain_model() -> None:
     assert differences(state.captured, state.effects) == []
 
 
+@pytest.mark.slow
 def test_effects_of_deepseek_v3() -> None:
     pytest.importorskip("transformers")
     state = hugging_face("DeepseekV3", num_hidden_layers=3)

@@ -48,6 +48,7 @@ def two_threads(rank: int) -> tuple[bool, int, int]:
     return all(torch.equal(p, wanted) for p in parts), threads.baton.yields, program.program.layers
 
 
+@pytest.mark.slow
 def test_two_threads_compute_what_the_sequential_program_does(ranks: RankPool) -> None:
     for equal, yields, layers in ranks(two_threads, timeout_s=300):
         assert equal

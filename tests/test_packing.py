@@ -274,7 +274,12 @@ def compare_routings(rank: int, family: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("DeepseekV3", marks=pytest.mark.slow), "Mixtral", "Qwen3Moe"]
+    "family",
+    [
+        pytest.param("DeepseekV3", marks=pytest.mark.slow),
+        pytest.param("Mixtral", marks=pytest.mark.slow),
+        "Qwen3Moe",
+    ],
 )
 def test_both_routings_compute_the_same(ranks: RankPool, family: str) -> None:
     pytest.importorskip("transformers", minversion="5.17")
@@ -517,6 +522,7 @@ def blocks_of_any_size(rank: int) -> list[bool]:
     return good
 
 
+@pytest.mark.slow
 def test_compiled_segments_learn_the_size_of_a_block(ranks: RankPool) -> None:
     """A block's rows are no multiple of the batch's, and the experts' segment sees nothing else."""
     assert ranks(blocks_of_any_size) == [[True] * 3] * 2

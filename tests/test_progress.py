@@ -672,6 +672,7 @@ def run_death(rank: int, folder: str) -> tuple[list[str], str]:
     raise AssertionError("the call went through without rank 1")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_missing_in_the_picture(tmp_path: Path) -> None:
     """Ranks of its own: `Ranks` ends the survivor at once, which then may not have written."""
     store, context = rendezvous(0), mp.get_context("spawn")

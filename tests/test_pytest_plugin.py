@@ -170,6 +170,7 @@ def test_the_documented_failure_is_what_it_says() -> None:
     assert f"```text\n{caught.value}\n```" in DOCUMENT.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_example_passes_in_place(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

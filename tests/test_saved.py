@@ -110,7 +110,8 @@ def load_on(rank: int, folder: str, kind: type[PlainMoe]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", [CachedMoe, pytest.param(PlainMoe, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [CachedMoe, PlainMoe])
 def test_results_are_the_same_in_another_process(
     ranks: RankPool, kind: type[PlainMoe], tmp_path: Path
 ) -> None:

@@ -239,7 +239,7 @@ def _seeded(seed: int) -> Any:
     [
         ("mlp_shared_overlap_3", 48),
         pytest.param("vllm_high_throughput", 0, marks=pytest.mark.slow),
-        ("single_batch_overlap", 48),
+        pytest.param("single_batch_overlap", 48, marks=pytest.mark.slow),
         pytest.param("vllm_high_throughput", 48, marks=pytest.mark.slow),
         pytest.param("single_batch_overlap_dispatch", 48, marks=pytest.mark.slow),
         pytest.param("single_batch_overlap", 0, marks=pytest.mark.slow),

@@ -54,6 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str,
     return dump, trace, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_torch_logs_shows_every_pass(compiled):
     messages = compiled[3]
     missing = [name for name in PASSES if f"] {name} " not in messages]

@@ -17,11 +17,12 @@ from torch import Tensor
 from dbo_fx.comm import groups
 from dbo_fx.comm.peer_exchange import exchange, needed_bytes
 from dbo_fx.comm.peer_links import Links, refuse_pretended
+from dbo_fx.comm.retiring import ReceivedByEvent
 from dbo_fx.comm.staging import SymmetricStaging
 from dbo_fx.contracts import COPY_ENGINE, Contract
 
 
-class CopyEngine:
+class CopyEngine(ReceivedByEvent):
     """Peer copies between the GPUs of one host.
 
     Attributes:
@@ -71,14 +72,6 @@ class CopyEngine:
         rank, ranks = groups.rank(group), groups.world_size(group)
         exchange(staging, index, collective, sources, outputs, rank, ranks)
         return sources
-
-    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
-        """Do nothing: the program's wait for the event already made the outputs usable.
-
-        Args:
-            flight: What `launch` returned; the caller lets go of it after this.
-            outputs: The outputs of the launch.
-        """
 
     def begin(self, group: str) -> None:
         """Let the next operation start at half 0, behind a barrier.

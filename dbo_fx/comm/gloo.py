@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dbo_fx.comm import collectives
 from dbo_fx.comm.poison import poison
+from dbo_fx.comm.retiring import Independent
 from dbo_fx.contracts import GLOO, Contract
 
 
@@ -30,7 +31,7 @@ class _Flight:
 
 
 @dataclass(frozen=True, slots=True)
-class GlooReference:
+class GlooReference(Independent):
     """Asynchronous gloo collectives with poisoned outputs."""
 
     contract: Contract = GLOO
@@ -79,17 +80,3 @@ class GlooReference:
             work.wait()
         for visible, real in zip(outputs, flight.hidden, strict=True):
             visible.copy_(real)
-
-    def begin(self, group: str) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of the process group.
-        """
-
-    def realign(self, group: str | None) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of a process group; None for all.
-        """

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from dbo_fx.comm import groups
+from dbo_fx.comm.peer_exchange import rows_by_rank
+from dbo_fx.comm.retiring import Independent, ReceivedByEvent
 from dbo_fx.contracts import LOOPBACK, Contract
 from dbo_fx.errors import CommunicationError
 
@@ -46,12 +48,12 @@ def plan(
     Returns:
         The transfer, and for a sum the parts [peers, rows, ...] that it lands in.
     """
-    part = source if collective == "all_gather" else _parts(source, ranks)[rank]
+    part = source if collective == "all_gather" else rows_by_rank(source, ranks)[rank]
     peers = [p for p in range(ranks) if p != rank] or [rank]
     if collective == "reduce_scatter_sum":
         parts = part.new_empty((len(peers), *part.shape))
         return Transfer(part, tuple(parts.unbind(0))), parts
-    landing = _parts(output, ranks)
+    landing = rows_by_rank(output, ranks)
     return Transfer(part, tuple(landing[p] for p in peers)), None
 
 
@@ -68,13 +70,13 @@ def complete(
         rank: This rank in the group.
         ranks: R.
     """
-    own = source if collective == "all_gather" else _parts(source, ranks)[rank]
+    own = source if collective == "all_gather" else rows_by_rank(source, ranks)[rank]
     if parts is not None:
         output.copy_(parts[0])
         for term in (*parts[1:], *([own] if ranks > 1 else [])):
             output.add_(term)
     elif ranks > 1:
-        _parts(output, ranks)[rank].copy_(own)
+        rows_by_rank(output, ranks)[rank].copy_(own)
 
 
 class _Bus:
@@ -122,11 +124,6 @@ def chunks(transfers: Sequence[Transfer]) -> list[tuple[Tensor, Tensor]]:
     return pieces
 
 
-def _parts(tensor: Tensor, ranks: int) -> Tensor:
-    """[R*n, ...] rows as [R, n, ...]."""
-    return tensor.view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
@@ -148,7 +145,7 @@ def refuse_peers(group: str) -> None:
         )
 
 
-class Loopback:
+class Loopback(ReceivedByEvent, Independent):
     """The link through pinned host memory.
 
     Attributes:
@@ -207,25 +204,3 @@ class Loopback:
                 )
             self._buses[device] = _Bus(device)
         return self._buses[device]
-
-    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
-        """Do nothing: the program's wait for the event already made the outputs usable.
-
-        Args:
-            flight: What `launch` returned; the caller lets go of it after this.
-            outputs: The outputs of the launch.
-        """
-
-    def begin(self, group: str) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of the process group.
-        """
-
-    def realign(self, group: str | None) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of a process group; None for all.
-        """

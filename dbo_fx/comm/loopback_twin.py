@@ -11,11 +11,12 @@ from torch import Tensor
 from dbo_fx.comm import groups
 from dbo_fx.comm.loopback import chunks, complete, plan, refuse_peers
 from dbo_fx.comm.poison import poison
+from dbo_fx.comm.retiring import Independent
 from dbo_fx.contracts import LOOPBACK, Contract
 
 
 @dataclass(frozen=True, slots=True)
-class LoopbackTwin:
+class LoopbackTwin(Independent):
     """The same results on CPU tensors, hidden until the recv."""
 
     contract: Contract = LOOPBACK
@@ -68,17 +69,3 @@ class LoopbackTwin:
         """
         for visible, real in zip(outputs, flight, strict=True):
             visible.copy_(real)
-
-    def begin(self, group: str) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of the process group.
-        """
-
-    def realign(self, group: str | None) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of a process group; None for all.
-        """

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dbo_fx.comm import collectives, groups
+from dbo_fx.comm.retiring import Independent, ReceivedByEvent
 from dbo_fx.contracts import NCCL, Contract
 from dbo_fx.errors import CommunicationError
 from dbo_fx.sm_limits import comm_sms
@@ -74,7 +75,7 @@ def release_limited() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Nccl:
+class Nccl(ReceivedByEvent, Independent):
     """NCCL collectives ordered on the caller's stream."""
 
     contract: Contract = NCCL
@@ -119,25 +120,3 @@ class Nccl:
             # async_op=True would run on NCCL's own stream, outside the program's events.
             collectives.start(collective, output, source, group, asynchronous=False)
         return sources
-
-    def finish(self, flight: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> None:
-        """Do nothing: the program's wait for the event already made the outputs usable.
-
-        Args:
-            flight: What `launch` returned; the caller lets go of it after this.
-            outputs: The outputs of the launch.
-        """
-
-    def begin(self, group: str) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of the process group.
-        """
-
-    def realign(self, group: str | None) -> None:
-        """Do nothing: no operation depends on those before it.
-
-        Args:
-            group: Name of a process group; None for all.
-        """

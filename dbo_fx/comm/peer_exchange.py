@@ -52,19 +52,19 @@ def exchange(
 
     if collective == "reduce_scatter_sum":
         for source, _, place in pairs:
-            parts = _parts(source, ranks)
+            parts = rows_by_rank(source, ranks)
             for peer in peers:
                 staged(peer, place, parts)[rank].copy_(parts[peer])
         staging.barrier()
         for source, output, place in pairs:
-            parts = _parts(source, ranks)
+            parts = rows_by_rank(source, ranks)
             _add_up(parts[rank], staged(rank, place, parts), output, rank)
         return
     for source, _, place in pairs:
         staged(rank, place, source).copy_(source)
     staging.barrier()
     for source, output, place in pairs:
-        landing = _parts(output, ranks)
+        landing = rows_by_rank(output, ranks)
         shape = (1, *source.shape) if collective == "all_gather" else landing.shape
         part = 0 if collective == "all_gather" else rank
         for peer in peers:
@@ -72,7 +72,7 @@ def exchange(
         landing[rank].copy_(source.view(shape)[part])
 
 
-def _parts(tensor: Tensor, ranks: int) -> Tensor:
+def rows_by_rank(tensor: Tensor, ranks: int) -> Tensor:
     """[R*n, ...] rows as [R, n, ...]."""
     return tensor.view(ranks, tensor.shape[0] // ranks, *tensor.shape[1:])
 

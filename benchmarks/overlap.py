@@ -52,13 +52,18 @@ def main() -> int:
     results = _load(args.output)
     run = {
         "command": f"python benchmarks/overlap.py --points {args.points} --ranks {args.ranks}",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "device": _device(),
         "torch": torch.__version__,
         "commit": commit,
     }
     if torch.cuda.is_available():
         run["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    done = {p["key"] for p in results["points"] if results["runs"][p["run"]] == run}
+    done = {
+        p["key"]
+        for p in results["points"]
+        if "failed" not in p and _same(results["runs"][p["run"]], run)
+    }
     wanted = [p for p in dict.fromkeys(SETS[args.points]()) if args.only in p.key]
     missing = [p for p in wanted if p.key not in done][:MOST_POINTS]
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
@@ -77,6 +82,14 @@ def main() -> int:
             print(_line(row), flush=True)
     processes.close()
     return 0 if good else 1
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs differ in nothing but the set of points and the time."""
+    apart = ("command", "started")
+    return {k: v for k, v in one.items() if k not in apart} == {
+        k: v for k, v in other.items() if k not in apart
+    }
 
 
 def _grouped(points: list[Point]) -> list[list[Point]]:
@@ -105,12 +118,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _add(results: dict[str, Any], run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Newer rows replace older ones of the same key; runs nobody refers to go."""
-    if run not in results["runs"]:
-        results["runs"].append(run)
+    runs = [*results["runs"], *([] if run in results["runs"] else [run])]
     keys = {row["key"] for row in rows}
     kept = [p for p in results["points"] if p["key"] not in keys]
-    kept += [{**row, "run": results["runs"].index(run)} for row in rows]
-    results["points"] = kept
+    kept += [{**row, "run": runs.index(run)} for row in rows]
+    used = sorted({p["run"] for p in kept})
+    results["runs"] = [runs[i] for i in used]
+    results["points"] = [{**p, "run": used.index(p["run"])} for p in kept]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -66,8 +66,10 @@ def build(point: Point, device: torch.device, dtype: torch.dtype) -> nn.Module:
         model = expert_parallel(
             model, routing="all_to_all", copies="expert", capacity=point.capacity
         )
+    elif point.max_tokens is not None:
+        model = expert_parallel(model, layout="batched", max_tokens=point.max_tokens, fp8=point.fp8)
     else:
-        model = expert_parallel(model)
+        model = expert_parallel(model, fp8=point.fp8)
     return (Decode if point.kind == "decode" else Prefill)(model)
 
 

@@ -47,7 +47,7 @@ SHAPES = {
             "num_key_value_heads": 16,
             "n_routed_experts": 64,
             "num_experts_per_tok": 6,
-            "n_group": 2,
+            "n_group": 1,
             "topk_group": 1,
             "q_lora_rank": 512,
         },
@@ -154,6 +154,8 @@ class Point:
             worst case, which moves as many bytes as if every choice left the rank.
         comm_sms: SMs (NCCL CTAs) given to communication; None leaves it to the transport.
         carveout: SMs that matmuls leave free; None leaves none.
+        max_tokens: For rows by expert ("batched"): the most tokens of a rank; None for "rows".
+        fp8: Whether rows travel as float8.
     """
 
     shape: str
@@ -166,6 +168,8 @@ class Point:
     capacity: float | None = None
     comm_sms: int | None = None
     carveout: int | None = None
+    max_tokens: int | None = None
+    fp8: bool = False
 
     @property
     def key(self) -> str:
@@ -176,6 +180,8 @@ class Point:
         parts += [] if self.routing == "uniform" else [self.routing]
         parts += [] if self.comm_sms is None else [f"comm{self.comm_sms}"]
         parts += [] if self.carveout is None else [f"left{self.carveout}"]
+        parts += [] if self.max_tokens is None else [f"batched{self.max_tokens}"]
+        parts += ["fp8"] if self.fp8 else []
         return "/".join(parts)
 
     @property
@@ -225,12 +231,28 @@ def required() -> Iterator[Point]:
             carveout=carveout,
         )
     yield Point("v2lite", 8192, "nccl", "nic", comm_sms=NIC_CTAS)
+    for sms, carveout in ((None, 8), (None, 16), (None, 24), (8, 8), (16, 16)):
+        yield Point("v2lite", 16384, "nccl", "nvlink", comm_sms=sms, carveout=carveout)
     for shape in ("v2lite", "qwen3", "v3", "mixtral"):
         for tokens in SIZES:
             for transport in ("copy_engine", "nccl"):
                 yield Point(shape, tokens, transport, "nvlink", _kind(tokens))
     for tokens in (8192, 16384):
         yield Point("v2lite", tokens, "nccl", "no_p2p")
+
+
+def deepep() -> Iterator[Point]:
+    """DeepEP: prefill over the high-throughput kernels, decode over the low-latency ones."""
+    for shape in ("v2lite", "v3"):
+        for left in (None, 20):
+            yield Point(shape, 8192, "deepep_ht", "nvlink", carveout=left)
+        for transport in ("deepep_ll", "deepep_ll_async"):
+            for tokens in (64, 128, 256):
+                yield Point(shape, tokens, transport, "nvlink", "decode", max_tokens=256)
+    for tokens in (64, 256):
+        yield Point("v2lite", tokens, "deepep_ll", "nvlink", "decode", max_tokens=256, fp8=True)
+    yield Point("v2lite", 8192, "deepep_ht", "nvlink", fp8=True)
+    yield Point("v2lite", 8192, "deepep_v2", "nvlink")
 
 
 def host() -> Iterator[Point]:
@@ -262,9 +284,18 @@ def tryout() -> Iterator[Point]:
     for tokens in (32, 64):
         yield Point("tiny", tokens, "gloo", "cpu")
     yield Point("tiny", 8, "gloo", "cpu", "decode")
+    yield Point("tiny", 32, "deepep_ht", "cpu")
+    yield Point("tiny", 8, "deepep_ll", "cpu", "decode", max_tokens=8)
 
 
-SETS = {"targets": targets, "required": required, "host": host, "grid": grid, "tryout": tryout}
+SETS = {
+    "targets": targets,
+    "required": required,
+    "deepep": deepep,
+    "host": host,
+    "grid": grid,
+    "tryout": tryout,
+}
 
 
 def _kind(tokens: int) -> str:

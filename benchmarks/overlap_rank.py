@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +17,12 @@ from overlap_model import Inputs, build
 from overlap_points import Point
 from threaded import Threaded
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx import GraphModule
 
 import dbo_fx
+from dbo_fx.backend import compile_captured
+from dbo_fx.capture import CapturedGraph, from_dynamo
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.ir import parse_program
 from dbo_fx.launch import Ranks
@@ -28,16 +34,20 @@ CHECKS = 3
 SCHEDULES: dict[str, tuple[str, int]] = {
     "unsplit": ("sequential", 1),
     "single_batch_overlap": ("single_batch_overlap", 1),
+    "single_batch_overlap_dispatch": ("single_batch_overlap_dispatch", 1),
     "sequential": ("sequential", 2),
     "mlp_shared_overlap": ("mlp_shared_overlap", 2),
     "vllm_high_throughput": ("vllm_high_throughput", 2),
+    "sequential_3": ("sequential", 3),
     "mlp_shared_overlap_3": ("mlp_shared_overlap_3", 3),
 }
 # What must equal what, bit for bit: the same segments on the same microbatches.
 EQUAL = {
     "single_batch_overlap": "unsplit",
+    "single_batch_overlap_dispatch": "unsplit",
     "mlp_shared_overlap": "sequential",
     "vllm_high_throughput": "sequential",
+    "mlp_shared_overlap_3": "sequential_3",
     "threaded": "sequential",
 }
 
@@ -65,7 +75,63 @@ class Candidate:
         return self.output
 
 
-_MODELS: dict[Point, nn.Module] = {}
+class Recorded(Exception):
+    """What Dynamo gives a backend, and then the backend's function.
+
+    Attributes:
+        captured: The captured graph.
+        args: Its arguments.
+    """
+
+    def __init__(self, captured: CapturedGraph, args: tuple[Any, ...]) -> None:
+        """Hold both."""
+        super().__init__()
+        self.captured, self.args = captured, args
+
+
+def _recorder(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that runs nothing."""
+    captured = from_dynamo(gm)
+
+    def run(*args: Any) -> Any:
+        raise Recorded(captured, args)
+
+    return run
+
+
+@dataclass(slots=True)
+class Traced:
+    """A family's model, which Dynamo sees once for all schedules and transports.
+
+    Attributes:
+        model: What `build` returned.
+        call: Raises `Recorded`.
+        programs: What was compiled, by captured graph, transport, SMs and schedule.
+    """
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    programs: dict[tuple[Any, ...], CompiledProgram] = field(default_factory=dict)
+
+    def record(self, inputs: Inputs) -> Recorded:
+        """The captured graph for a point's inputs, and the arguments that they are."""
+        inputs.reset()
+        try:
+            self.call(inputs.ids)
+        except Recorded as recorded:
+            return recorded
+        raise AssertionError("the model ran without the recorder")
+
+    def program(self, captured: CapturedGraph, point: Point, name: str) -> CompiledProgram:
+        """Compile one schedule, or find it."""
+        options = _options(point, name)
+        key = id(captured), name, point.transport, point.comm_sms, point.carveout
+        if key not in self.programs:
+            self.programs[key] = compile_captured(captured, dbo_fx.Options.parse(options))
+        return self.programs[key]
+
+
+_TRACED: dict[Point, Traced] = {}
 
 
 def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[str, Any]]:
@@ -81,19 +147,17 @@ def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[s
         _imitate_peers(world)
     device = torch.device("cpu") if point.link == "cpu" else torch.device("cuda", rank)
     dtype = torch.float32 if point.link == "cpu" else torch.bfloat16
-    if point.family not in _MODELS:
-        _MODELS[point.family] = build(point, device, dtype)
-    model = _MODELS[point.family]
-    torch._dynamo.reset()  # What an earlier group compiled is not called again.
-    torch._dynamo.config.recompile_limit = 64  # Every schedule and sequence length is one.
+    torch._dynamo.config.recompile_limit = 64  # Every sequence length is one.
+    if point.family not in _TRACED:
+        model = build(point, device, dtype)
+        call = torch.compile(model, backend=_recorder, fullgraph=True)
+        _TRACED[point.family] = Traced(model, call)
     found = []
     with torch.no_grad():
-        names = list(SCHEDULES)[: 4 if point.carveout is not None else None]
-        compiled = {name: _compile(model, point, name) for name in names}
         for p in points:
             try:
-                found.append(_measure(p, model, compiled, device, rank))
-            except (dbo_fx.DboError, torch.OutOfMemoryError) as error:
+                found.append(_measure(p, _TRACED[p.family], device, rank))
+            except (dbo_fx.DboError, BackendCompilerFailed, torch.OutOfMemoryError) as error:
                 found.append({"key": p.key, "point": p.to_json(), "refused": str(error)[:500]})
     return found
 
@@ -106,7 +170,7 @@ def _imitate_peers(world: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
-def _compile(model: nn.Module, point: Point, name: str) -> Callable[[Tensor], Tensor]:
+def _options(point: Point, name: str) -> dict[str, Any]:
     schedule, microbatches = SCHEDULES[name]
     options: dict[str, Any] = {
         "schedule": schedule,
@@ -119,44 +183,47 @@ def _compile(model: nn.Module, point: Point, name: str) -> Callable[[Tensor], Te
         options["comm_sms"] = point.comm_sms
     if point.carveout is not None:
         options["matmul_carveout"] = point.carveout
-    return torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)
+    return options
 
 
-def _measure(
-    point: Point,
-    model: nn.Module,
-    compiled: dict[str, Callable[[Tensor], Tensor]],
-    device: torch.device,
-    rank: int,
-) -> dict[str, Any]:
-    inputs = Inputs(point, model, device, rank)
+def _measure(point: Point, traced: Traced, device: torch.device, rank: int) -> dict[str, Any]:
+    inputs = Inputs(point, traced.model, device, rank)
     programs: dict[str, CompiledProgram] = {}
-    args: dict[str, tuple[Any, ...]] = {}
     candidates: dict[str, Candidate] = {}
     compile_s = {}
     refused = {}
-    for name, call in compiled.items():
+    started = time.perf_counter()
+    recorded = traced.record(inputs)
+    compile_s["trace"] = round(time.perf_counter() - started, 1)
+    args = recorded.args
+    for name in SCHEDULES:
         started = time.perf_counter()
         try:
-            programs[name], args[name] = _program(call, inputs)
+            programs[name] = traced.program(recorded.captured, point, name)
+            programs[name](*args)
         except dbo_fx.DboError as error:
             refused[name] = str(error)[:300]
+            programs.pop(name, None)
             continue
         compile_s[name] = round(time.perf_counter() - started, 1)
-        candidates[name] = Candidate(_stepper(programs[name], args[name]))
-    threads = Threaded(programs["single_batch_overlap"])
-    candidates["threaded"] = Candidate(_stepper(threads, args["single_batch_overlap"]))
+        candidates[name] = Candidate(_stepper(programs[name], args))
+    threads = Threaded(programs.get("single_batch_overlap", programs["unsplit"]))
+    candidates["threaded"] = Candidate(_stepper(threads, args))
     host_us: dict[str, float] = {}
+    eager_ms: dict[str, float] = {}
+    yields = 0
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     for name, candidate in list(candidates.items()):
         try:
-            host_us[name] = _host_us(candidate, inputs)
+            before = threads.baton.yields
+            host_us[name], eager_ms[name] = _eager(candidate, inputs)
+            if name == "threaded":
+                yields = (threads.baton.yields - before) // (EAGER_STEPS + 1)
             if pool is not None:
                 _capture(candidate, pool, inputs)
         except Exception as error:  # One that fails loses its own column, on every rank alike.
             refused[name] = f"{type(error).__name__}: {error}"[-500:]
             del candidates[name]
-    yields = threads.baton.yields // max(1, EAGER_STEPS + 1)
     equal = _compare(candidates, inputs)
     times = _times_ms(candidates, inputs, device)
     row: dict[str, Any] = {
@@ -167,9 +234,10 @@ def _measure(
             name: round((max(t) - min(t)) / statistics.median(t), 3) for name, t in times.items()
         },
         "host_us": {name: round(t, 1) for name, t in host_us.items()},
+        "eager_ms": {name: round(t, 4) for name, t in eager_ms.items()},
         "yields": yields,
         "equal": equal,
-        "lost_rows": dbo_fx.overflow(model).total,
+        "lost_rows": dbo_fx.overflow(traced.model).total,
         "compile_s": compile_s,
         "refused": refused,
     }
@@ -178,29 +246,6 @@ def _measure(
     except Exception as error:
         row["bounds_failed"] = f"{type(error).__name__}: {error}"[-500:]
     return row
-
-
-def _program(
-    call: Callable[[Tensor], Tensor], inputs: Inputs
-) -> tuple[CompiledProgram, tuple[Any, ...]]:
-    """Compile, or find what is compiled; and what Dynamo gives the program."""
-    from dbo_fx import backend
-
-    found: list[tuple[CompiledProgram, tuple[Any, ...]]] = []
-    run = CompiledProgram._run
-
-    def spy(self: CompiledProgram, args: tuple[Any, ...]) -> Any:
-        found.append((self, args))
-        return run(self, args)
-
-    CompiledProgram._run = spy  # type: ignore[method-assign]
-    try:
-        inputs.reset()
-        call(inputs.ids)
-    finally:
-        CompiledProgram._run = run  # type: ignore[method-assign]
-    assert len(found) == 1, f"{len(found)} programs ran, {len(backend.compilations())} compiled"
-    return found[0]
 
 
 def _stepper(program: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Tensor]:
@@ -216,19 +261,24 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _host_us(candidate: Candidate, inputs: Inputs) -> float:
-    """Host time of an eager step, until everything is enqueued; the device was idle before."""
-    times = []
+def _eager(candidate: Candidate, inputs: Inputs) -> tuple[float, float]:
+    """An eager step: host time until all is enqueued, us, and time until all is done, ms.
+
+    The device is idle before. Medians.
+    """
+    host, whole = [], []
     for index in range(EAGER_STEPS + 1):
         inputs.reset()
         _synchronize()
         _barrier()
         started = time.perf_counter()
         candidate.step()
+        enqueued = time.perf_counter()
+        _synchronize()
         if index:
-            times.append((time.perf_counter() - started) * 1e6)
-    _synchronize()
-    return statistics.median(times)
+            host.append((enqueued - started) * 1e6)
+            whole.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(host), statistics.median(whole)
 
 
 def _barrier() -> None:
@@ -297,25 +347,33 @@ def _timed_ms(candidate: Candidate, device: torch.device) -> float:
 
 # What a program of each kind is measured for: the schedules whose bound its times give.
 REFERENCES = {
-    "unsplit": ("unsplit", "single_batch_overlap"),
+    "unsplit": ("unsplit", "single_batch_overlap", "single_batch_overlap_dispatch"),
     "sequential": ("sequential", "mlp_shared_overlap", "vllm_high_throughput"),
+    "sequential_3": ("sequential_3", "mlp_shared_overlap_3"),
 }
+# Whose timeline the results keep, besides the times of its phases.
+SHOWN = "mlp_shared_overlap"
 
 
 def _action_times(
-    programs: dict[str, CompiledProgram], args: dict[str, tuple[Any, ...]], inputs: Inputs
+    programs: dict[str, CompiledProgram], args: tuple[Any, ...], inputs: Inputs
 ) -> dict[str, Any]:
-    """How long every action takes on this rank where nothing overlaps; `_bounds` reads it."""
+    """How long every action takes on this rank where nothing overlaps, and where it does."""
     found: dict[str, Any] = {}
-    for reference, names in REFERENCES.items():
-        if reference not in programs:
+    for name in (*REFERENCES, SHOWN):
+        if name not in programs:
             continue
         inputs.reset()
-        measured = programs[reference].measure(args[reference])
-        found[reference] = {
+        measured = programs[name].measure(args)
+        names = REFERENCES.get(name, ())
+        found[name] = {
             "times": measured.times,
             "stamped_ms": measured.stamped_us / 1e3,
             "programs": {n: str(programs[n].program) for n in names if n in programs},
+            "stamps": [
+                (s.name, s.stream, round(s.start_us, 1), round(s.stop_us, 1))
+                for s in measured.stamps
+            ],
         }
     return found
 
@@ -326,22 +384,29 @@ def _bounds(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Every communication is a meeting. So an action lasts as long as on the slowest rank, and a
     transfer as long as on the rank that came last, which did not wait for the others.
     """
-    bounds, stamped, spent = {}, {}, {}
-    for reference, first in measured[0].items():
-        ranks = [m[reference]["times"] for m in measured]
+    bounds, stamped, phases = {}, {}, {}
+    for name, first in measured[0].items():
+        ranks = [m[name]["times"] for m in measured]
         times = {
             key: (min if key[0] in "DC" else max)(t[key] for t in ranks) for key in first["times"]
         }
-        stamped[reference] = round(max(m[reference]["stamped_ms"] for m in measured), 4)
-        transfer_us = sum(us for key, us in times.items() if key[0] in "DC")
-        spent[reference] = {
-            "transfer_ms": round(transfer_us / 1e3, 4),
-            "compute_ms": round((sum(times.values()) - transfer_us) / 1e3, 4),
-        }
-        for name, text in first["programs"].items():
+        stamped[name] = round(max(m[name]["stamped_ms"] for m in measured), 4)
+        phases[name] = _by_phase(times)
+        for schedule, text in first["programs"].items():
             simulated = dbo_fx.simulate(parse_program(text), times)
-            bounds[name] = round(simulated.total_us / 1e3, 4)
-    return {"bound_ms": bounds, "with_stamps_ms": stamped, "spent": spent}
+            bounds[schedule] = round(simulated.total_us / 1e3, 4)
+    found: dict[str, Any] = {"bound_ms": bounds, "with_stamps_ms": stamped, "phases_ms": phases}
+    if SHOWN in measured[0]:
+        found["timeline"] = measured[0][SHOWN]["stamps"]
+    return found
+
+
+def _by_phase(times: dict[str, float]) -> dict[str, float]:
+    """Milliseconds by the phase that an action's name starts with: A, MLP, S, D, C and others."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    for name, us in times.items():
+        spent[re.split(r"\d*_", name)[0]] += us / 1e3
+    return {phase: round(ms, 4) for phase, ms in spent.items() if ms}
 
 
 class Processes:
@@ -398,7 +463,7 @@ def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = dict(rows[0])
     if any("refused" in row and "ms" not in row for row in rows):
         return next(row for row in rows if "ms" not in row)
-    for key in ("ms", "host_us"):
+    for key in ("ms", "host_us", "eager_ms"):
         first[key] = {n: max(row[key][n] for row in rows) for n in first[key]}
     measured = [row.pop("action_times", None) for row in rows]
     first.pop("action_times", None)

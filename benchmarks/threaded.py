@@ -30,6 +30,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from dbo_fx.capture import CapturedGraph, value_of
+from dbo_fx.comm.protocol import _TRANSPORTS, Transport, begin_region, transport_for
 from dbo_fx.compiled import CompiledProgram
 from dbo_fx.ir import COMM, Action
 from dbo_fx.passes.halves import argument
@@ -82,6 +83,58 @@ class Baton:
         self._turns[1 - thread].set()
 
 
+class OneInFlight:
+    """What vLLM's threads do with a transport that has one un-received operation at most.
+
+    A thread hands over behind its send; the other one receives that operation before it sends its
+    own. Slots are taken in turn, as no program knows which thread comes next.
+
+    Args:
+        carrier: The transport.
+    """
+
+    def __init__(self, carrier: Transport) -> None:
+        """Nothing is in flight."""
+        self._carrier = carrier
+        self.contract = carrier.contract
+        self._next = 0
+        self._pending: tuple[Any, Sequence[torch.Tensor]] | None = None
+
+    def begin(self, group: str) -> None:
+        """Start a step at slot 0."""
+        self._carrier.begin(group)
+        self._next, self._pending = 0, None
+
+    def launch(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        collective: str,
+        group: str,
+        slot: int | None,
+        name: str,
+    ) -> Any:
+        """Receive what the other thread sent, then send."""
+        if self._pending is not None:
+            self.finish(*self._pending)
+        turn = self._next % self.contract.slots if self.contract.slots else None
+        flight = self._carrier.launch(inputs, outputs, collective, group, turn, name)
+        self._next += 1
+        self._pending = flight, outputs
+        return flight
+
+    def finish(self, flight: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Receive, unless the other thread has done so."""
+        if self._pending is not None and self._pending[0] is flight:
+            self._carrier.finish(flight, outputs)
+            self._pending = None
+
+    def realign(self, group: str | None) -> None:
+        """Forget what is un-received."""
+        self._carrier.realign(group)
+        self._pending = None
+
+
 class ThreadRuntime(Runtime):
     """A runtime whose program yields where it would wait for a communication."""
 
@@ -111,6 +164,11 @@ class Threaded:
         self._modules = [_copy(compiled.module, self.baton, i) for i in range(THREADS)]
         self._first: ThreadRuntime = self._modules[0].runtime
         self._left = compiled.runtime.limits.sharing.left
+        self._groups = compiled._groups
+        self._key = self._first.device.type, compiled.program.transport
+        self._carrier = transport_for(*self._key)
+        if self._carrier.contract.max_in_flight == 1:
+            self._carrier = OneInFlight(self._carrier)
         # Threads that stay: handles of CUDA libraries belong to a thread.
         self._pool = ThreadPoolExecutor(THREADS)
         self._results: list[Any] = [None] * THREADS
@@ -125,9 +183,13 @@ class Threaded:
         before = matmul_carveout() if self._left is not None else None
         if self._left is not None:
             set_matmul_carveout(self._left)
+        own = _TRANSPORTS[self._key]
+        _TRANSPORTS[self._key] = self._carrier
         try:
+            begin_region(self._key[1], self._groups)
             wait([self._pool.submit(self._work, i, halves[i], stream) for i in range(THREADS)])
         finally:
+            _TRANSPORTS[self._key] = own
             if self._left is not None:
                 set_matmul_carveout(before)
         if self._errors:

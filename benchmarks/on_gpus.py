@@ -14,18 +14,22 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "{python} -m pytest -q -p no:cacheprovider -o addopts= -m"
 ON_ONE = (
-    "tests/test_segments_gpu.py tests/test_cuda_graphs_gpu.py tests/test_copy_engine.py "
-    "tests/test_measured.py tests/test_packing.py tests/test_progress.py"
+    "tests/test_agree.py tests/test_batch_metadata.py tests/test_copy_engine.py "
+    "tests/test_cuda_graphs_gpu.py tests/test_measured.py tests/test_packing.py "
+    "tests/test_progress.py tests/test_segments_gpu.py tests/test_transformers.py"
 )
+ON_TWO = "tests/test_agree.py tests/test_progress.py tests/test_two_gpus.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Step:
         seconds: How long it may take; it is not started if less is left.
         gpus: How many GPUs it needs.
         deep_ep: Whether it needs DeepEP.
+        results: A file of the repository that it writes, to be copied into the folder.
     """
 
     name: str
@@ -45,57 +50,57 @@ class Step:
     seconds: int
     gpus: int = 1
     deep_ep: bool = False
+    results: str | None = None
+
+
+def deep_ep_ops(transport: str, tokens: str) -> Step:
+    """Our ops against direct calls of DeepEP, over one transport."""
+    name = transport.replace("deepep_", "deep_ep_ops_")
+    command = f"{{python}} benchmarks/deepep_ops.py --transport {transport} --tokens {tokens}"
+    return Step(name, command, 120, 2, True, "benchmarks/results/deepep_ops.json")
+
+
+def overlap(name: str, points: str, seconds: int, file: str = "overlap", **needs: Any) -> Step:
+    """A set of points of the overlap benchmark."""
+    command = (
+        f"{{python}} benchmarks/overlap.py --points {points} --output {{output}}/{file}.json "
+        "--commit {commit}"
+    )
+    return Step(name, command, seconds, **needs)
+
+
+def replays(name: str, ranks: int) -> Step:
+    """Replays, poison, failed captures and memory on so many GPUs."""
+    command = (
+        f"{{python}} benchmarks/replays.py --ranks {ranks} --output {{output}}/{name}.json "
+        "--commit {commit}"
+    )
+    return Step(name, command, 150, ranks)
 
 
 STEPS = (
-    Step("tests", f"{PYTEST} 'gpu and not slow' {ON_ONE}", 150),
-    Step("tests_two", f"{PYTEST} 'multi_gpu and not slow' tests", 120, gpus=2),
-    Step(
-        "overlap",
-        "{python} benchmarks/overlap.py --points targets --output {output}/overlap.json "
-        "--commit {commit}",
-        480,
-        gpus=2,
-    ),
-    Step(
-        "replays",
-        "{python} benchmarks/replays.py --output {output}/replays.json --commit {commit}",
-        110,
-    ),
-    Step(
-        "replays_two",
-        "{python} benchmarks/replays.py --ranks 2 --output {output}/replays_two.json "
-        "--commit {commit}",
-        120,
-        gpus=2,
-    ),
+    Step("tests", f"{PYTEST} 'gpu and not slow' {ON_ONE}", 180),
+    Step("tests_two", f"{PYTEST} 'multi_gpu and not slow' {ON_TWO}", 150, gpus=2),
+    overlap("overlap", "targets", 480, gpus=2),
+    replays("replays", 1),
+    replays("replays_two", 2),
     Step(
         "compile_time",
         "{python} benchmarks/compile_time.py --device cuda --layers 27 --preset v2lite "
         "--commit {commit} --output {output}/compile_time.json",
         160,
     ),
-    Step("deep_ep_tests", f"{PYTEST} deep_ep tests/test_deepep_gpu.py", 400, 2, True),
     Step(
-        "deep_ep_ops",
-        "{python} benchmarks/deepep_ops.py --transport deepep_ht --tokens 64 512 4096",
-        120,
-        2,
-        True,
+        "deep_ep_tests", f"{PYTEST} 'deep_ep and not slow' tests/test_deepep_gpu.py", 400, 2, True
     ),
-    Step(
-        "overlap_host",
-        "{python} benchmarks/overlap.py --points host --output {output}/overlap_host.json "
-        "--commit {commit}",
-        540,
-    ),
-    Step(
-        "overlap_required",
-        "{python} benchmarks/overlap.py --points required --output {output}/overlap.json "
-        "--commit {commit}",
-        540,
-        gpus=2,
-    ),
+    Step("deep_ep_steps", f"{PYTEST} 'deep_ep and slow' tests/test_deepep_gpu.py", 540, 2, True),
+    deep_ep_ops("deepep_ll", "64 128"),
+    deep_ep_ops("deepep_ll_async", "64 128"),
+    deep_ep_ops("deepep_ht", "64 512 4096"),
+    deep_ep_ops("deepep_v2", "64 512 4096"),
+    overlap("overlap_deep_ep", "deepep", 540, gpus=2, deep_ep=True),
+    overlap("overlap_host", "host", 540, "overlap_host"),
+    overlap("overlap_required", "required", 540, gpus=2),
 )
 
 
@@ -134,6 +139,8 @@ def run(step: Step, output: Path, commit: str) -> tuple[int, float]:
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = 124
+    if step.results is not None and (ROOT / step.results).exists():
+        shutil.copy(ROOT / step.results, output)
     return code, time.monotonic() - started
 
 
@@ -148,7 +155,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.list:
         for step in STEPS:
-            print(f"{step.name:17} {step.gpus} GPU {step.seconds:4} s  {step.command}")
+            print(f"{step.name:20} {step.gpus} GPU {step.seconds:4} s  {step.command}")
         return 0
     import torch
 
@@ -161,12 +168,12 @@ def main() -> int:
     for step in (s for s in STEPS if not args.only or s.name in args.only):
         why = obstacle(step, gpus, has_deep_ep, deadline - time.monotonic())
         if why is not None:
-            print(f"{step.name:17} left out: {why}", flush=True)
+            print(f"{step.name:20} left out: {why}", flush=True)
             continue
         code, seconds = run(step, output, args.commit or "unknown")
         failed += code != 0
         tail = (output / f"{step.name}.log").read_text(errors="replace").strip().splitlines()
-        print(f"{step.name:17} exit {code} in {seconds:.0f} s: {tail[-1] if tail else ''}"[:400])
+        print(f"{step.name:20} exit {code} in {seconds:.0f} s: {tail[-1] if tail else ''}"[:400])
         sys.stdout.flush()
     return int(failed > 0)
 

@@ -13,12 +13,13 @@ off goes on where it stopped.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from overlap_points import SETS, Point
@@ -47,6 +48,11 @@ def main() -> int:
     parser.add_argument(
         "--limit-s", type=float, default=540, help="start no group of points after this"
     )
+    parser.add_argument(
+        "--turn",
+        type=Path,
+        help="a file: of several calls that name it one measures at a time, while others compile",
+    )
     args = parser.parse_args()
     commit = args.commit or _commit()
     results = _load(args.output)
@@ -70,11 +76,12 @@ def main() -> int:
     started = time.monotonic()
     good = True
     processes = Processes(args.ranks, args.limit_s)
+    turn = Turn(args.turn)
     for points in _grouped(missing):
         if time.monotonic() - started > args.limit_s:
             print(f"time is up before {points[0].key}; run again to go on", flush=True)
             break
-        rows = _measured(points, processes)
+        rows = _measured(points, processes, turn)
         _add(results, run, rows)
         args.output.write_text(json.dumps(results, indent=1) + "\n")
         for row in rows:
@@ -101,9 +108,26 @@ def _grouped(points: list[Point]) -> list[list[Point]]:
     return [group for groups in families.values() for group in groups.values()]
 
 
-def _measured(points: list[Point], processes: Processes) -> list[dict[str, Any]]:
+class Turn:
+    """The right to measure, which a call keeps until its end; None: no one else wants it."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Wait for nothing yet."""
+        self._path = path
+        self._file: TextIO | None = None
+
+    def take(self) -> None:
+        """Wait until no other call measures."""
+        if self._path is not None and self._file is None:
+            self._file = self._path.open("w")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
+def _measured(points: list[Point], processes: Processes, turn: Turn) -> list[dict[str, Any]]:
     """A failure of one group is a row that says so, and no reason to lose the others."""
     try:
+        processes.prepare(points)
+        turn.take()
         return processes.measure(points)
     except Exception as error:
         text = str(error)

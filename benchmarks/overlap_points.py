@@ -115,7 +115,7 @@ SHAPES = {
             "num_key_value_heads": 4,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
-            "n_group": 2,
+            "n_group": 1,
             "topk_group": 1,
             "q_lora_rank": 32,
             "kv_lora_rank": 16,

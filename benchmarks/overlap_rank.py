@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,10 +133,11 @@ class Traced:
 
 
 _TRACED: dict[Point, Traced] = {}
+_REFUSALS = (dbo_fx.DboError, BackendCompilerFailed, torch.OutOfMemoryError)
 
 
-def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[str, Any]]:
-    """Measure points that share a model; called on every rank.
+def prepare_group(rank: int, points: Sequence[Point], world: int) -> None:
+    """Trace and compile points that share a model; called on every rank.
 
     Args:
         rank: This process's rank.
@@ -145,21 +147,43 @@ def measure_group(rank: int, points: Sequence[Point], world: int) -> list[dict[s
     point = points[0]
     if point.link == "host" and dist.get_backend() != "fake":
         _imitate_peers(world)
-    device = torch.device("cpu") if point.link == "cpu" else torch.device("cuda", rank)
+    device = _device(point, rank)
     dtype = torch.float32 if point.link == "cpu" else torch.bfloat16
     torch._dynamo.config.recompile_limit = 64  # Every sequence length is one.
     if point.family not in _TRACED:
         model = build(point, device, dtype)
         call = torch.compile(model, backend=_recorder, fullgraph=True)
         _TRACED[point.family] = Traced(model, call)
+    traced = _TRACED[point.family]
+    with torch.no_grad():
+        for p in points:
+            with suppress(*_REFUSALS):
+                recorded = traced.record(Inputs(p, traced.model, device, rank))
+                for name in SCHEDULES:
+                    with suppress(*_REFUSALS):
+                        traced.program(recorded.captured, p, name)(*recorded.args)
+
+
+def measure_group(rank: int, points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Measure points that `prepare_group` compiled; called on every rank.
+
+    Args:
+        rank: This process's rank.
+        points: Points of one group.
+    """
+    device = _device(points[0], rank)
     found = []
     with torch.no_grad():
         for p in points:
             try:
                 found.append(_measure(p, _TRACED[p.family], device, rank))
-            except (dbo_fx.DboError, BackendCompilerFailed, torch.OutOfMemoryError) as error:
+            except _REFUSALS as error:
                 found.append({"key": p.key, "point": p.to_json(), "refused": str(error)[:500]})
     return found
+
+
+def _device(point: Point, rank: int) -> torch.device:
+    return torch.device("cpu") if point.link == "cpu" else torch.device("cuda", rank)
 
 
 def _imitate_peers(world: int) -> None:
@@ -333,11 +357,13 @@ def _times_ms(
 
 
 def _timed_ms(candidate: Candidate, device: torch.device) -> float:
+    """One step behind another one, as in serving: the launch of a graph is hidden."""
     if device.type == "cpu":
         started = time.perf_counter()
         candidate.run()
         return (time.perf_counter() - started) * 1e3
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    candidate.run()
     start.record()
     candidate.run()
     stop.record()
@@ -369,6 +395,7 @@ def _action_times(
         found[name] = {
             "times": measured.times,
             "stamped_ms": measured.stamped_us / 1e3,
+            "total_ms": measured.total_us / 1e3,
             "programs": {n: str(programs[n].program) for n in names if n in programs},
             "stamps": [
                 (s.name, s.stream, round(s.start_us, 1), round(s.stop_us, 1))
@@ -384,18 +411,24 @@ def _bounds(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Every communication is a meeting. So an action lasts as long as on the slowest rank, and a
     transfer as long as on the rank that came last, which did not wait for the others.
     """
-    bounds, stamped, phases = {}, {}, {}
+    bounds, stamped, total, phases = {}, {}, {}, {}
     for name, first in measured[0].items():
         ranks = [m[name]["times"] for m in measured]
         times = {
             key: (min if key[0] in "DC" else max)(t[key] for t in ranks) for key in first["times"]
         }
         stamped[name] = round(max(m[name]["stamped_ms"] for m in measured), 4)
+        total[name] = round(max(m[name]["total_ms"] for m in measured), 4)
         phases[name] = _by_phase(times)
         for schedule, text in first["programs"].items():
             simulated = dbo_fx.simulate(parse_program(text), times)
             bounds[schedule] = round(simulated.total_us / 1e3, 4)
-    found: dict[str, Any] = {"bound_ms": bounds, "with_stamps_ms": stamped, "phases_ms": phases}
+    found: dict[str, Any] = {
+        "bound_ms": bounds,
+        "with_stamps_ms": stamped,
+        "without_stamps_ms": total,
+        "phases_ms": phases,
+    }
     if SHOWN in measured[0]:
         found["timeline"] = measured[0][SHOWN]["stamps"]
     return found
@@ -423,8 +456,8 @@ class Processes:
         self._family: Point | None = None
         self._running: Ranks | None = None
 
-    def measure(self, points: Sequence[Point]) -> list[dict[str, Any]]:
-        """Measure points of one group.
+    def prepare(self, points: Sequence[Point]) -> None:
+        """Compile points of one group.
 
         Raises:
             RankError: A rank failed or took too long.
@@ -433,9 +466,16 @@ class Processes:
         if self._running is None or not self._running.alive or self._family != family:
             self.close()
             self._running, self._family = self._start(family.link), family
-        found = self._running.call(
-            measure_group, (list(points), self._ranks), timeout_s=self._timeout_s
-        )
+        self._running.call(prepare_group, (list(points), self._ranks), timeout_s=self._timeout_s)
+
+    def measure(self, points: Sequence[Point]) -> list[dict[str, Any]]:
+        """Measure the points that were prepared last.
+
+        Raises:
+            RankError: A rank failed or took too long.
+        """
+        assert self._running is not None
+        found = self._running.call(measure_group, (list(points),), timeout_s=self._timeout_s)
         return [_merge(rows) for rows in zip(*found, strict=True)]
 
     def _start(self, link: str) -> Ranks:

@@ -3,19 +3,23 @@
 On every rank, in one run:
 
 * replays   captured steps of changing inputs and sizes against the sequential program, bit for bit,
-            with the allocator's counters before and behind, and with host syncs forbidden;
-* failures  captures that fail in three ways, the allocator's counters behind each, and a good one;
+            with the allocator's counters throughout, and with host syncs forbidden;
+* failures  captures that fail in three ways, the allocator's counters behind each, before them and
+            when a good one is released;
 * poison    the program with all freed memory overwritten at once and the communication stream
             slowed down; the same with the pool's free memory overwritten between replays; and, to
             see that this finds anything, the program without its keepalives;
-* memory    the memory certificate against the allocator's peak.
+* memory    the memory certificate against the allocator's peak (`replays_memory`).
+
+`good` in the result says whether all of it was as it must be, on all ranks.
 
     python benchmarks/replays.py --output benchmarks/results/replays.json
-    python benchmarks/replays.py --ranks 2 --output FILE
+    python benchmarks/replays.py --ranks 2 --output benchmarks/results/replays_two.json
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python benchmarks/replays.py --ranks 2 \
         --transport copy_engine --model decoder --replays 200 --output FILE
 
-The second takes two GPUs if they are there, the third puts two ranks on one.
+The second takes two GPUs, and adds copy_engine to the memory section; the third puts two ranks on
+one GPU.
 
 With `--device cpu` the CPU twin of the graphs is replayed: that tries the script out.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import subprocess
@@ -36,6 +41,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from replays_memory import is_certified, memory
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -52,10 +59,12 @@ from dbo_fx.poison_on_free import ONES, poison_on_free
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
 BUCKETS = (4, 8, 16)
+SIZES = range(1, BUCKETS[-1] + 1)
 TOKENS = 64
 EAGER_EVERY = 100
 TIMED = 100
 FAILURES = 5
+MEM = ("allocated", "reserved")
 # About a tenth of a millisecond: longer than any segment of this model.
 SLOW_CYCLES = 200_000
 
@@ -91,12 +100,27 @@ class Rank:
         """Whether graphs are real."""
         return self.settings.device == "cuda"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights."""
+        return torch.bfloat16 if self.is_cuda else torch.float32
+
+    @property
+    def segments(self) -> str:
+        """What compiles segments: what the settings name, or the program's own choice."""
+        return self.settings.segments or ("inductor" if self.is_cuda else "eager")
+
+    def transports(self) -> list[str | None]:
+        """What the memory section compares; None: the program's own choice."""
+        if self.settings.transport is None and self.is_cuda and dist.get_world_size() > 1:
+            return ["nccl", "copy_engine"]
+        return [self.settings.transport]
+
     def compile(self, model: torch.nn.Module, **options: Any) -> Any:
         """Compile for the transport and the segments that the settings name."""
         if self.settings.transport is not None:
-            options["transport"] = self.settings.transport
-        if self.settings.segments is not None:
-            options.setdefault("segment_backend", self.settings.segments)
+            options.setdefault("transport", self.settings.transport)
+        options.setdefault("segment_backend", self.segments)
         options["verify"] = "static"
         return torch.compile(model, backend="dbo_fx", fullgraph=True, options=options)
 
@@ -118,6 +142,14 @@ class Rank:
             "allocated": torch.cuda.memory_allocated(self.device),
             "reserved": torch.cuda.memory_reserved(self.device),
         }
+
+    def settled(self) -> dict[str, int]:
+        """The counters with all garbage gone and what is free given back."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return self.used()
 
     @contextmanager
     def without_syncs(self) -> Iterator[None]:
@@ -161,10 +193,13 @@ def replays(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
     graphs, serials = rank.captured(split), rank.captured(serial)
     different = torch.zeros((), dtype=torch.int64, device=rank.device)
     different_eager = torch.zeros_like(different)
-    before, checked, host_us = {}, 0, []
+    for size in SIZES:  # All that a step does: the allocator has seen every size then.
+        tokens = rank.tokens(size)
+        different += differing(graphs(tokens), serials(tokens))
+        different_eager += differing(graphs(tokens), eager(serial, tokens))
+    del tokens
+    checked, host_us, memory_seen = len(SIZES), [], [rank.used()]
     for step in range(rank.settings.replays):
-        if step == min(10, rank.settings.replays // 2):
-            before = rank.used()
         tokens = rank.tokens(rank.size())
         if step < TIMED:
             rank.used()  # An empty queue, so that the launch does not wait for room in it.
@@ -177,6 +212,9 @@ def replays(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
             checked += 1
             different_eager += differing(out, eager(serial, tokens))
         del tokens, out
+        if step % EAGER_EVERY == EAGER_EVERY - 1:
+            memory_seen.append(rank.used())
+    memory_seen.append(rank.used())
     found = {
         "replays": rank.settings.replays,
         "different_from_serial_graph": int(different),
@@ -185,8 +223,11 @@ def replays(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
         "host_us_per_step": round(statistics.median(host_us[:TIMED]), 1),
         "hits": {str(b): n for b, n in graphs.statistics.hits.items()},
         "eager": dict(graphs.statistics.eager),
-        "memory_early": before,
-        "memory_late": rank.used(),
+        "segments": program_of("mlp_shared_overlap").plan.segments,
+        "memory_sampled": len(memory_seen),
+        "memory_early": memory_seen[0],
+        "memory_late": memory_seen[-1],
+        "memory_flat": all(seen == memory_seen[0] for seen in memory_seen),
     }
     graphs.reset()
     serials.reset()
@@ -194,7 +235,11 @@ def replays(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
 
 
 def failures(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
-    """Every kind of failure several times; then the program still runs, and can be captured."""
+    """Every kind of failure several times; then the program still runs, and can be captured.
+
+    One good graph is captured and released before anything is counted: what libraries keep from
+    then on, such as cuBLAS its workspaces for every stream that it was used on, is no failure's.
+    """
     program = program_of("mlp_shared_overlap")
     mode = ""
 
@@ -213,29 +258,35 @@ def failures(rank: Rank, split: Any, serial: Any) -> dict[str, Any]:
             raise ZeroDivisionError("in the program")
         type(program.runtime).record(program.runtime, event, stream)
 
-    graphs = CudaGraphs(call)
-    found: dict[str, Any] = {"before": rank.used(), "after": {}}
+    def is_equal(run: Callable[[Tensor], Tensor]) -> bool:
+        return not differing(run(tokens), eager(serial, tokens))
+
+    graphs, example, tokens = CudaGraphs(call), rank.tokens(8), rank.tokens(7)
+    found: dict[str, Any] = {"equal_before": is_equal(lambda t: eager(split, t)), "after": {}}
+    graphs.capture([8], example)
+    found["equal_before"] &= is_equal(graphs)
+    graphs.reset()
+    found["before"] = rank.settled()
     for mode in ("in the program", "behind the program", "a host sync"):
         if mode == "in the program":
-            program.runtime.record = breaks  # type: ignore[method-assign]
+            program.runtime.record = breaks
         used = []
         for _ in range(FAILURES):
             try:
-                graphs.capture([8], rank.tokens(8))
+                graphs.capture([8], example)
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             else:
-                text = "nothing was raised"
-            used.append({**rank.used(), "error": text})
+                text = ""
+            used.append({**rank.settled(), "error": text})
         vars(program.runtime).pop("record", None)
         found["after"][mode] = used
-    tokens = rank.tokens(7)
-    found["eager_equal"] = not differing(eager(split, tokens), eager(serial, tokens))
     mode = ""
-    graphs.capture([8], rank.tokens(8))
-    found["replay_equal"] = not differing(graphs(tokens), eager(serial, tokens))
+    found["eager_equal"] = is_equal(lambda t: eager(split, t))
+    graphs.capture([8], example)
+    found["replay_equal"] = is_equal(graphs)
     graphs.reset()
-    found["released"] = rank.used()
+    found["released"] = rank.settled()
     return found
 
 
@@ -320,39 +371,6 @@ def raw(address: int, size: int, device: torch.device) -> Tensor:
     return torch.as_tensor(_Raw(address, size), device=device)
 
 
-def memory(rank: Rank) -> list[dict[str, Any]]:
-    """Predicted and measured peak of large calls."""
-    rows = []
-    for batch, hidden in rank.settings.shapes:
-        config = MoeConfig(
-            hidden=hidden, layers=3, heads=hidden // 128 or 1, experts=8, expert_hidden=hidden // 2,
-            shared_hidden=hidden, positions=TOKENS, vocab=1024,
-        )  # fmt: skip
-        dtype = torch.bfloat16 if rank.is_cuda else torch.float32
-        model = MoeDecoder(config).to(rank.device, dtype).requires_grad_(False)
-        torch._dynamo.reset()
-        # The certificate counts op by op; a fused segment holds less.
-        compiled = rank.compile(model, segment_backend="eager")
-        tokens = rank.tokens(batch)
-        torch._dynamo.mark_dynamic(tokens, 0)
-        compiled(tokens)
-        program = dbo_fx.compilations()[-1]
-        report = program.memory(batch)
-        row = {"batch": batch, "tokens": batch * TOKENS, "hidden": hidden}
-        row["predicted_bytes"], row["measured_bytes"] = report.peak_bytes, 0
-        row["predicted_at"] = report.during.name
-        if rank.is_cuda:
-            torch.cuda.empty_cache()
-            before = rank.used()["allocated"]
-            torch.cuda.reset_peak_memory_stats(rank.device)
-            compiled(tokens)
-            torch.cuda.synchronize()
-            row["measured_bytes"] = torch.cuda.max_memory_allocated(rank.device) - before
-            row["ratio"] = round(report.peak_bytes / row["measured_bytes"], 4)
-        rows.append(row)
-    return rows
-
-
 def program_of(schedule: str) -> Any:
     """The newest program of a schedule."""
     return next(c for c in reversed(dbo_fx.compilations()) if c.program.schedule == schedule)
@@ -363,19 +381,18 @@ def rank_main(number: int, settings: Settings) -> dict[str, Any]:
     """All sections on one rank."""
     rank = Rank(number, settings)
     started = time.perf_counter()
-    dtype = torch.bfloat16 if rank.is_cuda else torch.float32
     if settings.model == "demo":
-        model = build_model(DEMO_CONFIG, rank.device, dtype)
+        model = build_model(DEMO_CONFIG, rank.device, rank.dtype)
     else:
         decoder = MoeDecoder(MoeConfig(layers=4, shared_hidden=64))
-        model = decoder.to(rank.device, dtype).requires_grad_(False)
+        model = decoder.to(rank.device, rank.dtype).requires_grad_(False)
     split, serial = rank.compile(model), rank.compile(model, schedule="sequential")
     found: dict[str, Any] = {}
     sections: dict[str, Callable[[], Any]] = {
         "replays": lambda: replays(rank, split, serial),
         "failures": lambda: failures(rank, split, serial),
         "poison": lambda: poison(rank, split, serial),
-        "memory": lambda: memory(rank),
+        "memory": lambda: memory(rank, TOKENS),
     }
     for name, section in sections.items():
         found[name] = section()
@@ -384,23 +401,27 @@ def rank_main(number: int, settings: Settings) -> dict[str, Any]:
     return found
 
 
-def is_good(found: dict[str, Any], is_cuda: bool) -> bool:
-    """Whether one rank's results are what they must be."""
+def faults(found: dict[str, Any], is_cuda: bool) -> list[str]:
+    """What of one rank's results is not as it must be."""
     r, f, p = found["replays"], found["failures"], found["poison"]
-    used = [u["allocated"] for after in f["after"].values() for u in after]
-    equal = [
-        r["different_from_serial_graph"], r["different_from_eager_serial"],
-        p["poison_on_free_different"], p["poison_between_replays_different"],
-    ]  # fmt: skip
-    return (
-        not any(equal)
-        and r["memory_early"] == r["memory_late"]
-        and len(set(used)) == 1
-        and f["eager_equal"]
-        and f["replay_equal"]
-        and (not is_cuda or p["without_keepalives_different"] > 0)
-        and all(abs(row.get("ratio", 1.0) - 1) <= 0.05 for row in found["memory"])
-    )
+    failed = [u for after in f["after"].values() for u in after]
+    wanted = {
+        "replays equal the serial graph": not r["different_from_serial_graph"],
+        "replays equal the eager serial program": not r["different_from_eager_serial"],
+        "every step was a replay": not r["eager"],
+        "memory is flat over the replays": r["memory_flat"],
+        "every capture failed that should": all(u["error"] for u in failed),
+        "failed captures leave no memory": all(u[k] == f["before"][k] for u in failed for k in MEM),
+        "released graphs leave no memory": all(f["released"][k] == f["before"][k] for k in MEM),
+        "programs are equal around failures": all(
+            f[k] for k in ("equal_before", "eager_equal", "replay_equal")
+        ),
+        "poison on free changes nothing": not p["poison_on_free_different"],
+        "poison between replays changes nothing": not p["poison_between_replays_different"],
+        "poison finds missing keepalives": not is_cuda or p["without_keepalives_different"] > 0,
+        "certificates fit": all(map(is_certified, found["memory"])),
+    }
+    return [what for what, is_so in wanted.items() if not is_so]
 
 
 def main() -> int:
@@ -420,7 +441,7 @@ def main() -> int:
     parser.add_argument("--poisoned", type=int, default=200)
     parser.add_argument(
         "--shape", nargs=2, type=int, action="append", metavar=("BATCH", "HIDDEN"),
-        help="of the memory section",
+        help="of plain decoders in the memory section",
     )  # fmt: skip
     parser.add_argument("--commit", help="default: what git says")
     args = parser.parse_args()
@@ -428,16 +449,17 @@ def main() -> int:
     shared = is_cuda and torch.cuda.device_count() < args.ranks
     # NCCL refuses two ranks on one GPU.
     backend = "nccl" if is_cuda and not shared else "gloo"
-    shapes = tuple(map(tuple, args.shape or [(768, 2048), (768, 3072)]))
+    shapes = tuple(map(tuple, args.shape or [(768, 2048) if is_cuda else (8, 128)]))
     settings = Settings(
         args.device, args.transport, args.model, args.segments, args.replays, args.poisoned, shapes
     )
+    started = time.perf_counter()
     ranks = run_ranks(rank_main, args.ranks, (settings,), backend=backend, timeout_s=500)
     # Where one machine keeps its files is nobody's business.
     words = [args.output.name if word == str(args.output) else word for word in sys.argv[1:]]
     git = ["git", "rev-parse", "--short", "HEAD"]
     said = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    good = all(is_good(found, is_cuda) for found in ranks)
+    wrong = [f"rank {i}: {w}" for i, found in enumerate(ranks) for w in faults(found, is_cuda)]
     result = {
         "command": f"python benchmarks/replays.py {' '.join(words)}",
         "device": torch.cuda.get_device_name(0) if is_cuda else "cpu",
@@ -445,12 +467,14 @@ def main() -> int:
         "group": backend,
         "torch": torch.__version__,
         "commit": args.commit or said,
-        "good": good,
+        "wall_s": round(time.perf_counter() - started, 1),
+        "good": not wrong,
+        "wrong": wrong,
         "ranks": ranks,
     }
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print("GOOD" if good else "NOT GOOD")
-    return 0 if good else 1
+    print("NOT GOOD: " + "; ".join(wrong) if wrong else "GOOD")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ A capture is done in this order, on every rank alike:
    handles), what it wrote in place is put back, it is captured, and the ranks compare whether it
    went well.
 
-A replay checks that everything static is where it was, copies the token rows, and launches one
-graph. On CPU a twin of the graph stands in (`graph_device`); all else is the same code.
+A replay checks that everything static is where it was, copies the token rows, begins the regions of
+the programs that were captured (a transport that a failed step left half-way is mended there), and
+launches one graph. On CPU a twin of the graph stands in (`graph_device`); all else is the same
+code.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from dbo_fx.buckets import (
 )
 from dbo_fx.capturing import let_go, what_captures
 from dbo_fx.comm import abandon_in_flight, groups
+from dbo_fx.comm.protocol import Region, begin_region, noted_regions
 from dbo_fx.errors import AgreementError, OptionError, SoundnessError
 from dbo_fx.graph_arguments import Arguments
 from dbo_fx.graph_device import Captured, GraphDevice, graph_device
@@ -63,11 +66,13 @@ class _Graph:
         captured: The device's.
         inputs: Its buffers and what it assumes.
         unpaddable: Why no rank may pad a step of it; None if that is harmless.
+        regions: What the captured programs communicate over.
     """
 
     captured: Captured
     inputs: StaticInputs
     unpaddable: str | None
+    regions: tuple[Region, ...]
 
 
 class CudaGraphs:
@@ -235,7 +240,9 @@ class CudaGraphs:
             device.warm(call)
             put_back()
         self._check_written(inputs, versions)
-        return _Graph(device.capture(call, inputs.held()), inputs, unpaddable)
+        with noted_regions() as regions:
+            captured = device.capture(call, inputs.held())
+        return _Graph(captured, inputs, unpaddable, tuple(regions))
 
     def _check_written(self, inputs: StaticInputs, versions: Mapping[str, int]) -> None:
         written = [p for p, (t, _) in inputs.buffers.items() if t._version != versions[p]]
@@ -337,6 +344,7 @@ class CudaGraphs:
         Raises:
             SoundnessError: Something static moved or changed, or rows are padded that the call
                 would write into a cache.
+            CommunicationError: A transport is not where a region starts.
         """
         graph = self._graphs[bucket]
         found = (checked or {}).get(id(graph.inputs.arguments))
@@ -348,6 +356,8 @@ class CudaGraphs:
             t.shape[self.tokens.dim] for p, t in found.items() if graph.inputs.buffers[p][1]
         )
         graph.inputs.copy(found)
+        for transport, groups_of in graph.regions:
+            begin_region(transport, groups_of)
         assert self._device is not None
         self._device.replay(graph.captured)
         self.statistics.hits[bucket] += 1

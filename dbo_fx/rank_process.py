@@ -73,6 +73,9 @@ def rank_main(setup: Setup, pipe: connection.Connection) -> None:
         _next_payload(pipe)
         os._exit(1)
     if dist.is_initialized():
+        # Only if it was used: importing it here would take seconds. Some Buffers need the group.
+        if (deepep := sys.modules.get("dbo_fx.comm.deepep_groups")) is not None:
+            deepep.close_buffers()
         dist.destroy_process_group()
 
 

@@ -24,7 +24,10 @@ from dbo_fx.passes.sharding import Obligation, finding_of
 from dbo_fx.passes.sharding_packing import PACK
 from dbo_fx.passes.sharding_state import storage_of, written_storages
 from dbo_fx.pipeline import State
+from dbo_fx.symbols import ConcreteSizes
 
+# Layouts' sizes from here on stand for dynamic ones.
+SYMBOLIC = min(ConcreteSizes.PRIMES)
 LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
 # Real dependence moves a row by far more than the rounding that the differential allows.
 STRICTER = 0.1
@@ -185,7 +188,12 @@ class _Lockstep:
     def _compare(self, node: Node, pairs: Iterable[tuple[Any, Any, Any]], later: bool) -> None:
         """Note a node whose rows moved; `later` says which part must stay."""
         for layout, one, two in pairs:
-            if not isinstance(layout, Split) or layout.shift or not self._fits(one, layout):
+            if not isinstance(layout, Split) or layout.shift:
+                continue
+            if min(layout.outer, layout.inner) >= SYMBOLIC:
+                self.moved[node] = "its rows lie between two dynamic sizes; mark one of them static"
+                return
+            if not self._fits(one, layout):
                 continue
             mine, other = self._part(one, layout, later), self._part(two, layout, later)
             if _differ(mine, other):
@@ -232,12 +240,27 @@ class _Lockstep:
         return value.clone()
 
     def _fits(self, value: Any, layout: Split) -> bool:
-        size = layout.outer * self.total * layout.inner
-        return isinstance(value, torch.Tensor) and value.shape[layout.dim] == size
+        if not isinstance(value, torch.Tensor):
+            return False
+        outer, inner = self._around(value, layout)
+        return value.shape[layout.dim] == outer * self.total * inner
+
+    def _around(self, value: torch.Tensor, layout: Split) -> tuple[int, int]:
+        """What was flattened into the dim from the left and the right, in this call.
+
+        The layout has a large prime for a size that is dynamic, too (`ConcreteSizes`).
+        """
+        size, outer, inner = value.shape[layout.dim], layout.outer, layout.inner
+        if inner >= SYMBOLIC:
+            inner = size // (outer * self.total)
+        elif outer >= SYMBOLIC:
+            outer = size // (inner * self.total)
+        return outer, inner
 
     def _part(self, value: torch.Tensor, layout: Split, later: bool) -> torch.Tensor:
         """A view of the rows behind the cut, or before it."""
-        sizes = [layout.outer, self.total, layout.inner]
+        outer, inner = self._around(value, layout)
+        sizes = [outer, self.total, inner]
         rows = value.reshape([*value.shape[: layout.dim], *sizes, *value.shape[layout.dim + 1 :]])
         low, high = (self.cut, self.total) if later else (0, self.cut)
         part: torch.Tensor = rows.narrow(layout.dim + 1, low, high - low)

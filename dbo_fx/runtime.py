@@ -8,6 +8,7 @@ order a device would have been told.
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,11 +33,39 @@ class TraceEntry:
         return f"{self.stream} {self.kind}" + ("" if self.event is None else f" e{self.event}")
 
 
+class _CommStreams(threading.local):
+    """The communication streams of one thread, by index of the device."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.by_device: dict[int, torch.cuda.Stream] = {}
+
+
+_COMM_STREAMS = _CommStreams()
+
+
+def comm_stream(device: torch.device) -> torch.cuda.Stream:
+    """The communication stream of a device, of high priority: one for all programs of a thread.
+
+    torch hands streams out of a ring, so a stream for each program would sooner or later be the one
+    that a library took from there. Threads have streams of their own: their programs are not
+    ordered among each other, and one may be captured while another runs.
+
+    Args:
+        device: The device.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    known = _COMM_STREAMS.by_device
+    if index not in known:
+        known[index] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return known[index]
+
+
 class StreamPool:
     """The streams of one module on CUDA, by name.
 
     The compute stream is the caller's current one, so a capture of the caller's stream captures the
-    call. There is one communication stream, of high priority: it orders all communication.
+    call. There is one communication stream (`comm_stream`): it orders all communication.
 
     Args:
         device: Where the streams are.
@@ -65,7 +94,7 @@ class StreamPool:
                     "communicators and handles of its streams cannot be made during a capture. "
                     "Run the model once on such inputs, then capture."
                 )
-            self._streams[COMM] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[COMM] = comm_stream(self.device)
         self._streams[COMP] = torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:

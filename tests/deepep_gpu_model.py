@@ -137,8 +137,8 @@ def inputs(rank: int, tokens: int, routing: str = "random", seed: int = 0) -> tu
     elif routing == "one expert":
         scores[:, 1] += 2
     weights, ids = scores.softmax(-1).topk(TOP_K, -1)
-    if routing == "one expert":  # The other choices weigh nothing, and are spread.
-        weights = weights * (ids == 1)
+    if routing == "one expert":  # The other choices are none.
+        weights, ids = torch.where(ids == 1, weights, 0), torch.where(ids == 1, ids, -1)
     found = x, ids.cuda(), weights.cuda()
     for tensor in found:
         torch._dynamo.mark_dynamic(tensor, 0)

@@ -1,4 +1,4 @@
-"""Two gloo ranks that stay up between tests, so that each test does not pay their start-up."""
+"""Ranks that stay up between tests, so that each test does not pay their start-up."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def _in_rank(rank: int, fn: Callable[..., Any], *args: Any) -> Any:
 class RankPool:
     """Ranks that are started at the first call and again after a failure."""
 
-    def __init__(self, world_size: int = 2) -> None:
-        """Remember the size; start nothing yet."""
+    def __init__(self, world_size: int = 2, backend: str = "gloo") -> None:
+        """Remember the size and the default group's backend; start nothing yet."""
         self.world_size = world_size
+        self.backend = backend
         self._ranks: Ranks | None = None
 
     def __call__(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -46,7 +47,7 @@ class RankPool:
             RankError: A rank died, time ran out, or its exception cannot be pickled.
         """
         if self._ranks is None or not self._ranks.alive:
-            self._ranks = Ranks(self.world_size, threads=1)
+            self._ranks = Ranks(self.world_size, backend=self.backend, threads=1)
         try:
             return self._ranks.call(_in_rank, (fn, *args), timeout_s=timeout_s)
         except RankError as failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from dbo_fx.experts import Gated, dense, packed
 from dbo_fx.ir import Half, Program, Run
 from dbo_fx.witness import GraphWitness, Verdict
 from deepep_models import BatchedMoe, RowsFp8Moe, RowsMoe, reference
-from program_edits import bound, moved, without
+from deepep_steps import LAYERS, Subject, run_padded, run_steps
+from deepep_steps import expected as wanted
+from program_edits import bound, moved, refusal, without
 from rank_pool import RankPool
 from small_moe import EXPERTS, PlainMoe, one_rank, rows, run_passes, traced_model
 
@@ -320,6 +323,18 @@ def test_a_batched_program_has_the_slots_of_its_rules() -> None:
     }
 
 
+def test_slots_that_are_all_the_other_one_are_refused() -> None:
+    """Taking turns is not enough: every region starts at slot 0."""
+    program = program_of(BatchedMoe, "deepep_ll")
+    flipped = [
+        replace(s, slot=s.slot ^ 1) if isinstance(s, Run) and s.slot is not None else s
+        for s in program.steps
+    ]
+    found = refusal(replace(program, steps=tuple(flipped)))
+    assert found.rule == "slot"
+    assert "slot 0" in found.missing
+
+
 def pairing(program: Program) -> list[str]:
     """What the rule about pairs says of a program."""
     found = broken_pairs(execution_of_program(program))
@@ -426,58 +441,68 @@ def test_overlapped_is_serial_bit_for_bit(
         assert seen == {"same": [True] * 3, "transport": transport}
 
 
+def subject_of(rank: int, model: type[RowsMoe], transport: str) -> Subject:
+    """A model's programs on the twin."""
+    net, plain = model(LAYERS), model(LAYERS)
+    plain.experts = lambda layer, h: reference(plain, layer, h)  # type: ignore[method-assign]
+
+    def given(count: int, seed: int) -> tuple[Tensor]:
+        x = rows(count, seed=10 * seed + rank)
+        torch._dynamo.mark_dynamic(x, 0)
+        return (x,)
+
+    split = compiled_for(net, transport, verify="static")
+    whole = torch.compile(
+        net,
+        backend="dbo_fx",
+        fullgraph=True,
+        options={
+            "transport": transport,
+            "schedule": "sequential",
+            "num_microbatches": 1,
+            "verify": "static",
+        },
+    )
+    return Subject(split, whole, given, plain)
+
+
 @torch.no_grad()
-def run_steps(rank: int, model: type[RowsMoe], transport: str) -> dict[str, Any]:
-    """Split and unsplit steps, other sizes and steps that fail half-way take turns."""
-    net = model(2)
-    split = compiled_for(net, transport)
-    whole = compiled_for(net, transport, schedule="sequential", num_microbatches=1)
-    given = {}
-    for count in (6, 13):
-        given[count] = rows(count, seed=rank)
-        torch._dynamo.mark_dynamic(given[count], 0)
-    want = {(n, p): p(x).clone() for n, x in given.items() for p in (split, whole)}
-    wrong, failed = [], 0
-    for step in range(40):
-        count, program = (6, 13)[step % 2], (split, whole)[step // 2 % 2]
-        if step % 10 == 9:
-            failed += fails_at(1 + step // 10, program, given[count])
-        if not torch.equal(program(given[count]), want[count, program]):
-            wrong.append(step)
-    return {"wrong": wrong, "failed": failed, "left": in_flight()}
+def run_turns(rank: int, model: type[RowsMoe], transport: str, steps: int) -> dict[str, Any]:
+    """Steps of three sizes."""
+    return run_steps(subject_of(rank, model, transport), (4, 8, 13), steps)
 
 
-def fails_at(send: int, program: Any, x: Tensor) -> int:
-    """A call that fails at its n-th send on every rank; 1 if it did."""
-    from dbo_fx.comm import ops
-
-    before, calls = ops._check_slot, itertools.count(1)
-
-    def boom(*args: Any) -> None:
-        if next(calls) == send:
-            raise RuntimeError("boom")
-        before(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_check_slot", boom)
-        try:
-            program(x)
-        except RuntimeError:
-            return 1
-    return 0
+TWINS = [
+    (BatchedMoe, "deepep_ll"),
+    (BatchedMoe, "deepep_ll_async"),
+    (RowsMoe, "deepep_ht"),
+    (RowsMoe, "deepep_v2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "transport"),
-    [(BatchedMoe, "deepep_ll"), (RowsMoe, "deepep_ht")],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-@pytest.mark.slow
+@pytest.mark.parametrize(("model", "transport"), TWINS, ids=[name for _, name in TWINS])
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_steps_after_failed_ones_are_right(
+    ranks: RankPool, model: type[RowsMoe], transport: str, steps: int
+) -> None:
+    for seen in ranks(run_turns, model, transport, steps, timeout_s=500):
+        assert seen == wanted(steps)
+
+
+@torch.no_grad()
+def run_few(rank: int, model: type[RowsMoe], transport: str) -> list[float]:
+    """Ranks of 0 and 7, then of 1 and 7 rows."""
+    subject = subject_of(rank, model, transport)
+    subject.split(*subject.given(6, 0)), subject.whole(*subject.given(6, 0))
+    return [e for few in (0, 1) for e in run_padded(rank, subject, few, 7)]
+
+
+@pytest.mark.parametrize(("model", "transport"), TWINS[::2], ids=[name for _, name in TWINS[::2]])
+def test_ranks_with_few_rows_are_padded(
     ranks: RankPool, model: type[RowsMoe], transport: str
 ) -> None:
-    for seen in ranks(run_steps, model, transport, timeout_s=400):
-        assert seen == {"wrong": [], "failed": 4, "left": ()}
+    for worst in ranks(run_few, model, transport, timeout_s=300):
+        assert max(worst) < 1e-4, worst
 
 
 @torch.no_grad()

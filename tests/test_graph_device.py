@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from dbo_fx import graph_device
+from dbo_fx import graph_device, runtime
 from dbo_fx.errors import CommunicationError
 from dbo_fx.graph_device import CudaDevice, TwinDevice
 from dbo_fx.graph_device import graph_device as device_for
@@ -111,6 +112,7 @@ class Graph:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     graph_device._capture_stream.cache_clear()
+    monkeypatch.setattr(runtime, "_COMM_STREAMS", runtime._CommStreams())
     yield Cuda(monkeypatch)
     graph_device._capture_stream.cache_clear()
 
@@ -204,6 +206,14 @@ def test_the_communication_stream_is_made_once(cuda: Cuda) -> None:
     assert str(cuda.current) == "first of priority -1"
     found.use(COMP)
     assert str(cuda.current) == "caller"
+
+
+def test_programs_of_a_thread_share_the_communication_stream(cuda: Cuda) -> None:
+    one, other = program(cuda), program(cuda)
+    assert one._streams[COMM] is other._streams[COMM]
+    with ThreadPoolExecutor(1) as pool:
+        apart = pool.submit(program, cuda).result()
+    assert apart._streams[COMM] is not one._streams[COMM]
 
 
 def test_a_first_call_under_capture_is_refused(cuda: Cuda) -> None:

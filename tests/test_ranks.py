@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from dbo_fx.certificates.counterexample import Counterexample
 from dbo_fx.certificates.execution import Execution, Kind, Operation
+from dbo_fx.certificates.hazards import violations
 from dbo_fx.certificates.order import HappensBefore
 from dbo_fx.certificates.ranks import prove_plan, prove_ranks
 from dbo_fx.certificates.rendezvous import Rendezvous, launches
-from dbo_fx.contracts import GLOO, NCCL
+from dbo_fx.contracts import DEEPEP_LL, GLOO, NCCL
 from dbo_fx.errors import VerificationError
 from dbo_fx.ir import Action, Half, Phase
 
@@ -192,6 +193,28 @@ def test_a_swapped_collective_on_one_rank_is_named() -> None:
         "          ^^^^^^",
     ]
     assert [str(found.first), str(found.second)] == ["a.send on comm", "b.send on comm"]
+
+
+def test_a_swapped_low_latency_operation_on_one_rank_is_named() -> None:
+    """Each rank's program keeps every rule of the slots; together they spin."""
+
+    def rank(*names: str) -> Execution:
+        pairs = [
+            (send(name, stream="comp", slot=n % 2), replace(recv(name), slot=n % 2))
+            for n, name in enumerate(names)
+        ]
+        return Execution(tuple(op for pair in pairs for op in pair), (), DEEPEP_LL)
+
+    names = ("D_m0", "C_m0", "D_m1", "C_m1")
+    assert prove_ranks([rank(*names)] * 2).to_json()["launches"] == {"ep": 4}
+    for one in (rank(*names), rank("D_m1", "C_m1", "D_m0", "C_m0")):
+        assert not [v for v in violations(one) if "slot" in v.rule]
+    found = refusal(rank(*names), rank("D_m1", "C_m1", "D_m0", "C_m0"))
+    assert found.rule == "rank-order"
+    assert found.missing == (
+        "launch 1 over ep differs: rank 0 launches D_m0.send (gather D_m0), "
+        "rank 1 launches D_m1.send (gather D_m1)"
+    )
 
 
 def test_lanes_leave_out_what_is_far_away() -> None:

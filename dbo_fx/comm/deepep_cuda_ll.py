@@ -5,8 +5,9 @@ hook that it returns is `recv`, launched on the stream that was current at the s
 compute stream. `LowLatency(DEEPEP_LL_ASYNC)` runs an operation in one piece on the communication
 stream. The discipline of slots is told in `deepep_ll.py`.
 
-All operations over a group have one shape class (M, E, H): the class decides where things lie in
-the Buffer, and counters of one class are data of another.
+Both transports share a group's Buffer: a process starts NVSHMEM once. All operations over a group
+have one shape class (M, E, H): the class decides where things lie in the Buffer, and counters of
+one class are data of another.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dbo_fx.comm import deepep_package, groups
 from dbo_fx.comm.deepep_groups import (
+    Opened,
     check_rows,
     open_buffer,
     show,
@@ -64,10 +66,14 @@ class _Buffer:
     """A group's Buffer and the index that its next operation has."""
 
     shape: Shape
-    buffer: Any
+    opened: Opened
     index: int = 0
     unreceived: str = ""
     broken: bool = False
+
+
+# One for a group, whichever of the two transports uses it: NVSHMEM is started once in a process.
+_BUFFERS: dict[str, _Buffer] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,19 @@ class _Sent:
     held: tuple[Tensor, ...]
 
 
-def check_shape(name: str, shape: Shape, top_k: int, ranks: int) -> None:
+def check_choices(name: str, top_k: int) -> None:
+    """Refuse more experts a token than the kernels have room for.
+
+    Raises:
+        CommunicationError: There are more.
+    """
+    if top_k > MOST_CHOICES:
+        raise CommunicationError(
+            f"{name}: found {top_k} experts a token, wanted at most {MOST_CHOICES}."
+        )
+
+
+def check_shape(name: str, shape: Shape, ranks: int) -> None:
     """Refuse what the kernels are not compiled for.
 
     Raises:
@@ -89,10 +107,6 @@ def check_shape(name: str, shape: Shape, top_k: int, ranks: int) -> None:
         raise CommunicationError(
             f"{name}: found hidden size {shape.hidden}, DeepEP's low-latency kernels are compiled "
             f"for {', '.join(map(str, HIDDEN))}. Use another transport for this model."
-        )
-    if top_k > MOST_CHOICES:
-        raise CommunicationError(
-            f"{name}: found {top_k} experts a token, wanted at most {MOST_CHOICES}."
         )
     if shape.max_tokens * ranks % 4:
         raise CommunicationError(
@@ -111,7 +125,6 @@ class LowLatency:
     def __init__(self, contract: Contract = DEEPEP_LL) -> None:
         """Load nothing yet: the first operation over a group makes its Buffer."""
         self.contract = contract
-        self._buffers: dict[str, _Buffer] = {}
 
     @property
     def _has_hooks(self) -> bool:
@@ -157,17 +170,20 @@ class LowLatency:
         sizes, ids = batched(collective), inputs[1]
         hidden = inputs[0].shape[-1]
         shape = Shape(sizes.max_tokens, sizes.experts, hidden)
-        found = self._buffer(group, shape, ids.shape[1], name)
-        self._check_turn(found, slot, group, name)
         weights = None if dispatches else inputs[2]
+        check_choices(name, ids.shape[1])
         check_rows(name, inputs[0], ids, weights)
+        found = self._buffer(group, shape, name)
+        self._check_turn(found, slot, group, name)
         if not self._has_hooks:
             wait_for_compute(inputs[0].device)
         run = self._dispatch if dispatches else self._combine
-        hook, arrived = run(found, inputs, outputs, sizes.fp8)
+        given = [t.contiguous() for t in inputs]
+        with found.opened.launching(name) as buffer:
+            hook, arrived = run(buffer, found.shape, given, outputs, sizes.fp8)
         found.index ^= 1
         found.unreceived = name if self._has_hooks else ""
-        return _Sent(found, name, hook, arrived, tuple(inputs))
+        return _Sent(found, name, hook, arrived, tuple(given))
 
     def _check_turn(self, found: _Buffer, slot: int | None, group: str, name: str) -> None:
         if slot != found.index:
@@ -183,23 +199,31 @@ class LowLatency:
             )
 
     def _dispatch(
-        self, found: _Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fp8: bool
+        self,
+        buffer: Any,
+        shape: Shape,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        fp8: bool,
     ) -> tuple[Callable[[], None] | None, tuple[Tensor, ...]]:
-        x, ids = (t.contiguous() for t in inputs)
-        shape = found.shape
-        rows, counts, handle, _, hook = found.buffer.low_latency_dispatch(
+        x, ids = inputs
+        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
             x, ids, shape.max_tokens, shape.experts, use_fp8=fp8, return_recv_hook=self._has_hooks
         )
         rows, scales = rows if fp8 else (rows, outputs[1])
         return hook, (rows, scales, counts, handle[0], handle[1])
 
     def _combine(
-        self, found: _Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fp8: bool
+        self,
+        buffer: Any,
+        shape: Shape,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        fp8: bool,
     ) -> tuple[Callable[[], None] | None, tuple[Tensor, ...]]:
-        y, ids, weights, src, ranges = (t.contiguous() for t in inputs)
-        shape = found.shape
+        y, ids, weights, src, ranges = inputs
         handle = (src, ranges, shape.max_tokens, shape.hidden, shape.experts)
-        _, _, hook = found.buffer.low_latency_combine(
+        _, _, hook = buffer.low_latency_combine(
             y, ids, weights, handle, return_recv_hook=self._has_hooks, out=outputs[0]
         )
         return hook, (outputs[0],)
@@ -212,7 +236,8 @@ class LowLatency:
             outputs: The outputs that were launched with it.
         """
         if flight.hook is not None:
-            flight.hook()
+            with flight.buffer.opened.launching(flight.name):
+                flight.hook()
         flight.buffer.unreceived = ""
         if len(outputs) > 1:
             show(outputs, flight.arrived)
@@ -224,11 +249,13 @@ class LowLatency:
             group: Name of the process group.
 
         Raises:
-            CommunicationError: It would, or the Buffer must be mended first and a capture runs.
+            CommunicationError: It would, the Buffer must be mended first and a capture runs, or a
+                launch failed within DeepEP.
         """
-        found = self._buffers.get(group)
+        found = _BUFFERS.get(group)
         if found is None:
             return
+        found.opened.require()
         if found.broken:
             self._mend(found, group)
         if found.index != 0:
@@ -247,7 +274,7 @@ class LowLatency:
         Args:
             group: Name of a process group; None for all Buffers.
         """
-        for name, found in self._buffers.items():
+        for name, found in _BUFFERS.items():
             if group in (None, name) and (found.index or found.unreceived):
                 found.broken = True
 
@@ -258,18 +285,21 @@ class LowLatency:
                 f"the Buffer of group {group!r} was left half-way by a step that failed, and "
                 "cannot be mended under capture. Call the program once before the capture."
             )
-        shape, buffer = found.shape, found.buffer
+        shape = found.shape
         sizes = shape.max_tokens, shape.hidden, shape.experts
-        buffer.clean_low_latency_buffer(*sizes)
-        if found.index:
-            x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
-            nowhere = torch.full((1, 1), -1, dtype=torch.int64, device=DEVICE)
-            buffer.low_latency_dispatch(x, nowhere, shape.max_tokens, shape.experts, use_fp8=False)
+        x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
+        nowhere = torch.full((1, 1), -1, dtype=torch.int64, device=DEVICE)
+        with found.opened.launching("mending a step that failed") as buffer:
             buffer.clean_low_latency_buffer(*sizes)
+            if found.index:
+                buffer.low_latency_dispatch(
+                    x, nowhere, shape.max_tokens, shape.experts, use_fp8=False
+                )
+                buffer.clean_low_latency_buffer(*sizes)
         found.index, found.unreceived, found.broken = 0, "", False
 
-    def _buffer(self, group: str, shape: Shape, top_k: int, name: str) -> _Buffer:
-        found = self._buffers.get(group)
+    def _buffer(self, group: str, shape: Shape, name: str) -> _Buffer:
+        found = _BUFFERS.get(group)
         if found is not None and found.shape == shape:
             return found
         if found is not None:
@@ -279,13 +309,17 @@ class LowLatency:
                 "max_tokens, or give them groups of their own."
             )
         ranks = groups.world_size(group)
-        check_shape(name, shape, top_k, ranks)
+        check_shape(name, shape, ranks)
         deep_ep = deepep_package.load()
-        buffer = open_buffer(
-            self.contract.name, group, str(shape), lambda: _make(deep_ep, group, shape, ranks)
+        opened = open_buffer(
+            DEEPEP_LL.name,
+            group,
+            str(shape),
+            lambda: _make(deep_ep, group, shape, ranks),
+            lambda: _BUFFERS.pop(group, None),
         )
-        self._buffers[group] = _Buffer(shape, buffer)
-        return self._buffers[group]
+        _BUFFERS[group] = _Buffer(shape, opened)
+        return _BUFFERS[group]
 
 
 def _make(deep_ep: Any, group: str, shape: Shape, ranks: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,7 @@ V2_SYMBOLS = (
     "ncclTeamWorld",
 )
 INFINIBAND = Path("/dev/infiniband")
+USUAL_CUDA = Path("/usr/local/cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,37 @@ def _key(number: str) -> tuple[int, ...]:
 def _libraries(mode: str) -> Reason | None:
     if nvshmem() is None:
         return Reason(f"{NVSHMEM} is not found", "pip install nvidia-nvshmem-cu13")
-    if mode == "deepep_v2" and (missing := missing_symbols()):
+    home = cuda_home()
+    if home is None:
+        return Reason(
+            "no CUDA toolkit is found, and deep_ep does not load without one",
+            "Install it, or set CUDA_HOME to where it is.",
+        )
+    if mode != "deepep_v2":
+        return None
+    if missing := missing_symbols():
         return Reason(
             f"the loaded NCCL {nccl_version()} has no {', '.join(missing)}",
             "pip install 'nvidia-nccl-cu13>=2.30'",
         )
+    compiler = Path(os.environ.get("EP_JIT_NVCC_COMPILER") or home / "bin" / "nvcc")
+    if not compiler.is_file():
+        return Reason(
+            f"deepep_v2 compiles its kernels when they run, and {compiler} is not there",
+            "Install nvcc 12.3 or later, and set CUDA_HOME or EP_JIT_NVCC_COMPILER.",
+        )
     return None
+
+
+def cuda_home() -> Path | None:
+    """Where `deep_ep` looks for the CUDA toolkit; None if it finds none."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        return Path(nvcc).parent.parent
+    return USUAL_CUDA if USUAL_CUDA.exists() else None
 
 
 def nvshmem() -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dbo_fx.comm.copy_engine import CopyEngine
@@ -146,8 +148,24 @@ def unusable(device_type: str, name: str) -> str | None:
     return found
 
 
+Region = tuple[str, tuple[str, ...]]
+"""What `begin_region` is given: a transport's name and groups."""
+_REGIONS: ContextVar[list[Region] | None] = ContextVar("dbo_fx_regions", default=None)
+
+
+@contextmanager
+def noted_regions() -> Iterator[list[Region]]:
+    """Note the regions that begin within the body, each once: a replay begins them again."""
+    found: list[Region] = []
+    token = _REGIONS.set(found)
+    try:
+        yield found
+    finally:
+        _REGIONS.reset(token)
+
+
 def begin_region(name: str, groups: Iterable[str]) -> None:
-    """Start a call or a capture of a program.
+    """Start a call, a capture or a replay of a program.
 
     Args:
         name: Name of the program's transport.
@@ -156,6 +174,10 @@ def begin_region(name: str, groups: Iterable[str]) -> None:
     Raises:
         CommunicationError: The transport is not where a region starts.
     """
+    groups = tuple(groups)
+    noted = _REGIONS.get()
+    if noted is not None and (name, groups) not in noted:
+        noted.append((name, groups))
     for transport in [t for (_, n), t in _TRANSPORTS.items() if n == name]:
         for group in groups:
             transport.begin(group)

@@ -15,13 +15,11 @@ class Shape:
         family: Prefix of the config and model classes of transformers.
         layers: Number of decoder layers that are measured.
         config: What differs from the config's defaults.
-        has_shared_expert: Whether single-batch overlap has something to overlap with.
     """
 
     family: str
     layers: int
     config: dict[str, Any] = field(hash=False)
-    has_shared_expert: bool = True
 
 
 _DEEPSEEK = {
@@ -85,7 +83,6 @@ SHAPES = {
             "norm_topk_prob": True,
             "max_position_embeddings": 8192,
         },
-        has_shared_expert=False,
     ),
     "mixtral": Shape(
         "Mixtral",
@@ -100,7 +97,6 @@ SHAPES = {
             "num_experts_per_tok": 2,
             "max_position_embeddings": 8192,
         },
-        has_shared_expert=False,
     ),
     "tiny": Shape(
         "DeepseekV3",

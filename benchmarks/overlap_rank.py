@@ -28,7 +28,11 @@ from dbo_fx.compiled import CompiledProgram
 from dbo_fx.ir import parse_program
 from dbo_fx.launch import Ranks
 
-ROUNDS = 15
+ROUNDS = 11
+SUSTAINED = 5
+# The device rests before a step, so that it stays below its power limit and keeps its clock.
+REST_S = 0.03
+LAUNCH_CYCLES = 2_000_000  # About 1 ms: longer than the launch of a graph.
 EAGER_STEPS = 7
 CHECKS = 3
 # Name in the results -> schedule and microbatches.
@@ -250,10 +254,12 @@ def _measure(point: Point, traced: Traced, device: torch.device, rank: int) -> d
             del candidates[name]
     equal = _compare(candidates, inputs)
     times = _times_ms(candidates, inputs, device)
+    sustained = _sustained_ms(candidates, inputs) if pool is not None else {}
     row: dict[str, Any] = {
         "key": point.key,
         "point": point.to_json(),
         "ms": {name: round(statistics.median(t), 4) for name, t in times.items()},
+        "sustained_ms": sustained,
         "spread": {
             name: round((max(t) - min(t)) / statistics.median(t), 3) for name, t in times.items()
         },
@@ -349,6 +355,7 @@ def _times_ms(
         for name, candidate in candidates.items():
             inputs.reset()
             _synchronize()
+            time.sleep(REST_S if device.type == "cuda" else 0.0)
             _barrier()
             spent = _timed_ms(candidate, device)
             if index >= 2:
@@ -357,18 +364,37 @@ def _times_ms(
 
 
 def _timed_ms(candidate: Candidate, device: torch.device) -> float:
-    """One step behind another one, as in serving: the launch of a graph is hidden."""
+    """One step; its launch is hidden behind a kernel that only waits, as another step would."""
     if device.type == "cpu":
         started = time.perf_counter()
         candidate.run()
         return (time.perf_counter() - started) * 1e3
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    candidate.run()
+    torch.cuda._sleep(LAUNCH_CYCLES)
     start.record()
     candidate.run()
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop)
+
+
+def _sustained_ms(candidates: dict[str, Candidate], inputs: Inputs) -> dict[str, float]:
+    """A step without any rest: several of each, one behind the other; medians of the means."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(3):
+        for name, candidate in candidates.items():
+            inputs.reset()
+            _synchronize()
+            _barrier()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            candidate.run()
+            start.record()
+            for _ in range(SUSTAINED):
+                candidate.run()
+            stop.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(stop) / SUSTAINED)
+    return {name: round(statistics.median(t), 4) for name, t in times.items()}
 
 
 # What a program of each kind is measured for: the schedules whose bound its times give.
@@ -390,7 +416,9 @@ def _action_times(
         if name not in programs:
             continue
         inputs.reset()
-        measured = programs[name].measure(args)
+        measured = programs[name].measure(
+            args, ROUNDS, rest_s=REST_S if programs[name].runtime.is_cuda else 0
+        )
         names = REFERENCES.get(name, ())
         found[name] = {
             "times": measured.times,
@@ -503,7 +531,7 @@ def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     first = dict(rows[0])
     if any("refused" in row and "ms" not in row for row in rows):
         return next(row for row in rows if "ms" not in row)
-    for key in ("ms", "host_us", "eager_ms"):
+    for key in ("ms", "sustained_ms", "host_us", "eager_ms"):
         first[key] = {n: max(row[key][n] for row in rows) for n in first[key]}
     measured = [row.pop("action_times", None) for row in rows]
     first.pop("action_times", None)

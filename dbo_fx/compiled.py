@@ -363,6 +363,7 @@ class CompiledProgram:
         replays: int = 20,
         *,
         graph: bool | None = None,
+        rest_s: float = 0.0,
     ) -> Measured:
         """Measure when every action runs, in a diagnostic module of the same segments.
 
@@ -373,6 +374,8 @@ class CompiledProgram:
                 the inputs are taken.
             replays: How many runs the medians are over.
             graph: Whether to capture a CUDA graph; None: wherever the program can be captured.
+            rest_s: Seconds that the device rests before a run: a device at its power limit lowers
+                its clock, and then times depend on what ran before.
 
         Returns:
             The times, for `timeline`, `simulate` and files.
@@ -382,7 +385,7 @@ class CompiledProgram:
         """
         from dbo_fx.measuring import measure
 
-        return measure(self, call, replays, graph=graph)
+        return measure(self, call, replays, graph=graph, rest_s=rest_s)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
         """Host time of every emitted call.

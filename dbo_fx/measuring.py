@@ -39,6 +39,7 @@ def measure(
     replays: int = 20,
     *,
     graph: bool | None = None,
+    rest_s: float = 0.0,
 ) -> Measured:
     """Measure when every action runs. All ranks have to do it together.
 
@@ -48,6 +49,8 @@ def measure(
             inputs are taken.
         replays: How many runs the medians are over.
         graph: Whether to capture a CUDA graph; None: wherever the program can be captured.
+        rest_s: Seconds that the device rests before a run, so that it stays below its power limit
+            and keeps its clock.
 
     Raises:
         OptionError: A number or an argument is wrong, or the program cannot be captured.
@@ -79,6 +82,7 @@ def measure(
         spans = []
         for _ in range(replays):
             for run in runs:
+                time.sleep(rest_s)
                 run.again()
             spans.append(runtime.spans_us())
     return Measured(

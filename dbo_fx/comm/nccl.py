@@ -10,7 +10,9 @@ An all-to-all leaves out the rank's own block, which a copy on the device moves 
 than NCCL's few thread blocks would.
 
 A program that says how many SMs communication gets (`sms comm 4`) has communicators of its own,
-whose kernels take at most so many thread blocks, one an SM.
+whose kernels take at most so many thread blocks, one an SM. These are not launched in clusters,
+NCCL's default on Hopper: a cluster waits until one part of the chip (GPC) has room for all of it,
+and the SMs that matmuls leave free lie anywhere.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def limited(group: str, max_ctas: int) -> str:
             )
         options = dist.ProcessGroupNCCL.Options()
         options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+        options.config.cga_cluster_size = 0
         made = dist.new_group(
             dist.get_process_group_ranks(base),
             backend="nccl",

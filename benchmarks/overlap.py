@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -37,9 +38,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--points", choices=SETS, default="required", help="which set (default: %(default)s)"
+        "--points",
+        choices=SETS,
+        nargs="+",
+        default=["required"],
+        help="which sets (default: %(default)s)",
     )
-    parser.add_argument("--only", default="", help="only points whose key contains this")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        help="only points whose key contains one of these, or is matched by it (* stands for any)",
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes, a GPU each")
     parser.add_argument(
         "--output", type=Path, required=True, help="JSON file to write, or to go on with"
@@ -53,12 +63,18 @@ def main() -> int:
         type=Path,
         help="a file: of several calls that name it one measures at a time, while others compile",
     )
+    parser.add_argument(
+        "--started",
+        default=time.strftime("%Y-%m-%dT%H:%M:%S"),
+        help="when this began: calls that name the same time, on one machine, count as one run",
+    )
     args = parser.parse_args()
     commit = args.commit or _commit()
     results = _load(args.output)
     run = {
-        "command": f"python benchmarks/overlap.py --points {args.points} --ranks {args.ranks}",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "command": f"python benchmarks/overlap.py --points {' '.join(args.points)} "
+        f"--ranks {args.ranks}",
+        "started": args.started,
         "device": _device(),
         "torch": torch.__version__,
         "commit": commit,
@@ -70,7 +86,8 @@ def main() -> int:
         for p in results["points"]
         if "failed" not in p and _same(results["runs"][p["run"]], run)
     }
-    wanted = [p for p in dict.fromkeys(SETS[args.points]()) if args.only in p.key]
+    given = [p for name in args.points for p in SETS[name]()]
+    wanted = [p for p in dict.fromkeys(given) if _is_meant(p.key, args.only)]
     missing = [p for p in wanted if p.key not in done][:MOST_POINTS]
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
     started = time.monotonic()
@@ -89,6 +106,10 @@ def main() -> int:
             print(_line(row), flush=True)
     processes.close()
     return 0 if good else 1
+
+
+def _is_meant(key: str, patterns: list[str]) -> bool:
+    return any(pattern in key or fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -201,12 +201,19 @@ SIZES = (64, 1024, 8192, 16384)
 
 
 def targets() -> Iterator[Point]:
-    """The cases that splitting is judged by, most telling first."""
+    """The cases that splitting is judged by, most telling first.
+
+    A run without a split has nothing to leave SMs for: it is measured without a carve-out, too.
+    """
     nic = Point("v2lite", 16384, "nccl", "nic", comm_sms=NIC_CTAS, carveout=8)
     yield nic
+    yield replace(nic, carveout=None)
     yield Point("v2lite", 16384, "copy_engine", "nvlink")
-    yield replace(nic, tokens=8192, experts="all_to_all")
-    yield replace(nic, tokens=8192, experts="all_to_all", capacity=1.5)
+    for capacity in (None, 1.5):
+        for carveout in (8, None):
+            yield replace(
+                nic, tokens=8192, experts="all_to_all", capacity=capacity, carveout=carveout
+            )
     yield Point("v2lite", 16384, "nccl", "nvlink")
 
 

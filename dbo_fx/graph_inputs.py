@@ -7,7 +7,7 @@ is checked, and an error names the argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,11 @@ class Buffers:
             # No view: Dynamo would guard on what it is a view of.
             empty = torch.empty(0, dtype=like.dtype, device=like.device)
             return empty.set_(known, 0, fresh.shape, fresh.stride())
+
+    def keep(self, used: Iterable[Tensor]) -> None:
+        """Let go of memory that none of these buffers lies in."""
+        places = {tensor.untyped_storage().data_ptr() for tensor in used}
+        self.storages = {p: s for p, s in self.storages.items() if s.data_ptr() in places}
 
 
 @dataclass(slots=True)

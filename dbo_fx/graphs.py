@@ -367,14 +367,18 @@ class CudaGraphs:
         return outputs
 
     def release(self, bucket: Bucket) -> None:
-        """Drop a bucket's graph, if it has one; its memory goes back to the pool."""
+        """Drop a bucket's graph, if it has one; its memory goes back to the pool.
+
+        Buffers that no other graph shares go, too.
+        """
         graph = self._graphs.pop(bucket, None)
         if graph is not None:
             assert self._device is not None
             self._device.release(graph.captured)
+        graphs = self._graphs.values()
+        self._buffers.keep(t for g in graphs for t, _ in g.inputs.buffers.values())
 
     def reset(self) -> None:
         """Drop all graphs and buffers: before weights move, or the process group is destroyed."""
         for bucket in self.buckets:
             self.release(bucket)
-        self._buffers = Buffers(self.tokens.dim)

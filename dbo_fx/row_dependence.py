@@ -24,13 +24,11 @@ from dbo_fx.passes.sharding import Obligation, finding_of
 from dbo_fx.passes.sharding_packing import PACK
 from dbo_fx.passes.sharding_state import storage_of, written_storages
 from dbo_fx.pipeline import State
-from dbo_fx.symbols import ConcreteSizes
 
-# Layouts' sizes from here on stand for dynamic ones.
-SYMBOLIC = min(ConcreteSizes.PRIMES)
 LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
 # Real dependence moves a row by far more than the rounding that the differential allows.
 STRICTER = 0.1
+NOWHERE = "its rows lie between two dynamic sizes; mark one of them static"
 
 
 class RowDependence:
@@ -162,11 +160,13 @@ class _Lockstep:
             self._alone(node)
         one, two = (self._computed(node, side) for side in (0, 1))
         layouts = _layouts(node)
-        if node.target is TOPK and isinstance(layouts[0], Split):
-            two = self._replayed(node, one, two, layouts[0])
+        first = layouts[0]
+        placed = isinstance(first, Split) and self._fits(_first(one), first)
+        if node.target is TOPK and isinstance(first, Split) and placed:
+            two = self._replayed(node, one, two, first)
         looked_up = node.target in LOOKUPS and one.is_floating_point() and self._is_constant(node)
-        if looked_up and isinstance(layouts[0], Split):
-            two = self._changed(two, layouts[0], later=True)
+        if looked_up and isinstance(first, Split) and placed:
+            two = self._changed(two, first, later=True)
             self.perturbed += 1
         self.env[node] = (one, two)
         self._compare(node, _pairs(layouts, one, two), later=False)
@@ -188,13 +188,11 @@ class _Lockstep:
     def _compare(self, node: Node, pairs: Iterable[tuple[Any, Any, Any]], later: bool) -> None:
         """Note a node whose rows moved; `later` says which part must stay."""
         for layout, one, two in pairs:
-            if not isinstance(layout, Split) or layout.shift:
+            if not isinstance(layout, Split) or layout.shift or not isinstance(one, torch.Tensor):
                 continue
-            if min(layout.outer, layout.inner) >= SYMBOLIC:
-                self.moved[node] = "its rows lie between two dynamic sizes; mark one of them static"
-                return
             if not self._fits(one, layout):
-                continue
+                self.moved[node] = NOWHERE
+                return
             mine, other = self._part(one, layout, later), self._part(two, layout, later)
             if _differ(mine, other):
                 which, by = ("later", "earlier") if later else ("earlier", "later")
@@ -221,6 +219,8 @@ class _Lockstep:
                 whole = isinstance(layout, Replicated) and isinstance(one, torch.Tensor)
                 if whole and _differ(one, two):
                     self.moved[node] = "its result has no rows, but moves with their contents"
+            if any(self._is_nowhere(n, v) for n, v in values.items()):
+                self.moved[node] = NOWHERE
             if node in self.moved and self.found is None:
                 self.found = (node, self.moved[node])
 
@@ -239,6 +239,13 @@ class _Lockstep:
             return self._changed(value, layout, later)
         return value.clone()
 
+    def _is_nowhere(self, node: Node, value: Any) -> bool:
+        """Whether a value has rows, but nobody can tell where."""
+        layout = _layouts(node)[0]
+        if not isinstance(layout, Split) or not isinstance(value, torch.Tensor):
+            return False
+        return not self._fits(value, layout)
+
     def _fits(self, value: Any, layout: Split) -> bool:
         if not isinstance(value, torch.Tensor):
             return False
@@ -248,14 +255,15 @@ class _Lockstep:
     def _around(self, value: torch.Tensor, layout: Split) -> tuple[int, int]:
         """What was flattened into the dim from the left and the right, in this call.
 
-        The layout has a large prime for a size that is dynamic, too (`ConcreteSizes`).
+        For a size that is dynamic, too, the layout has a number made of large primes
+        (`ConcreteSizes`): of two that cannot be, the larger one is dynamic.
         """
         size, outer, inner = value.shape[layout.dim], layout.outer, layout.inner
-        if inner >= SYMBOLIC:
-            inner = size // (outer * self.total)
-        elif outer >= SYMBOLIC:
-            outer = size // (inner * self.total)
-        return outer, inner
+        if outer * self.total * inner == size:
+            return outer, inner
+        if inner > outer:
+            return outer, size // (outer * self.total)
+        return size // (inner * self.total), inner
 
     def _part(self, value: torch.Tensor, layout: Split, later: bool) -> torch.Tensor:
         """A view of the rows behind the cut, or before it."""
@@ -302,6 +310,10 @@ def _layouts(node: Node) -> tuple[Layout, ...]:
     finding = finding_of(node)
     layouts = finding.layout if finding is not None else Replicated()
     return layouts if isinstance(layouts, tuple) else (layouts,)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def _pairs(layouts: tuple[Layout, ...], one: Any, two: Any) -> Iterator[tuple[Any, Any, Any]]:

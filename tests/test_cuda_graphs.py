@@ -492,6 +492,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
     assert not graphs.statistics.captured
     assert not in_flight()
     assert not what_captures()
+    assert not graphs._buffers.storages
     assert model.seen.item() == 0
     assert graphs(rows(3))["count"] == 3
     model.broken = False
@@ -552,6 +553,9 @@ def test_a_larger_graph_survives_a_smaller_ones_failure() -> None:
         graphs.capture([4, 2], rows(4))
     assert graphs.buckets == (Bucket(4),)
     assert torch.equal(graphs(rows(2)), rows(2) * 2)
+    assert graphs._buffers.storages
+    graphs.release(Bucket(4))
+    assert not graphs._buffers.storages
 
 
 def test_nothing_is_decided_or_captured_inside_a_capture() -> None:

@@ -614,19 +614,25 @@ def test_v2_has_one_buffer_for_all_sizes_up_to_its_own(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     carrier, device = elastic(monkeypatch), torch.device("cpu")
-    opened, places = carrier._buffer((group, H, K, False), 128, device)
-    assert carrier._buffer((group, H, K, False), 64, device)[0] is opened
-    assert len(places) == 128
-    larger, places = carrier._buffer((group, H, K, False), 256, device)
+    opened = carrier._buffer((group, H, K, False), 128, device)
+    assert carrier._buffer((group, H, K, False), 64, device) is opened
+    larger = carrier._buffer((group, H, K, False), 256, device)
     assert larger is not opened
-    assert carrier._buffer((group, H, K, False), 64, device)[0] is larger
-    assert carrier._buffer((group, H, K, True), 64, device)[0] is not larger
+    assert carrier._buffer((group, H, K, False), 64, device) is larger
+    assert carrier._buffer((group, H, K, True), 64, device) is not larger
     assert [b.sizes["num_max_tokens_per_rank"] for b in FakeElastic.made] == [128, 256, 64]
     deepep_groups.close_buffers()
     assert [b.open for b in FakeElastic.made] == [False] * 3
     assert carrier._buffers == {}
     with pytest.raises(CommunicationError, match="cannot be used any more: it was closed"):
         opened.require()
+
+
+@pytest.mark.parametrize(("first", "wanted"), [(0, [[0, -1], [-1, 1]]), (4, [[4, 3], [3, 5]])])
+def test_ids_of_v2_become_those_of_all_experts(first: int, wanted: list[list[int]]) -> None:
+    ids = torch.tensor([[0, -1], [-1, 1], [7, 0]])
+    deepep_cuda_rows._renumber(ids, torch.tensor(2), first)
+    assert ids.tolist() == [*wanted, [first - 1] * 2]
 
 
 def test_v2_has_the_groups_communicator_made_first(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import on_gpus
 import overlap_points
+import overlap_rank
 import performance_page
 import pytest
 import torch
+from overlap_points import Point
 
 import dbo_fx
 from dbo_fx.models import MoeConfig, MoeDecoder
@@ -84,59 +88,247 @@ def test_an_error_in_a_thread_reaches_the_caller(ranks: RankPool) -> None:
     assert ranks(a_thread_that_fails, timeout_s=300) == ["on purpose", "on purpose"]
 
 
-def results(**dbo: float) -> dict[str, Any]:
+RUN = {"device": "d", "torch": "t", "commit": "c", "command": "x"}
+MS = {"unsplit": 10.0, "sequential": 11.0, "mlp_shared_overlap": 9.0}
+POINT = Point("v2lite", 16384, "copy_engine", "nvlink")
+
+
+def row(point: Point, ms: dict[str, float] | None = None, run: int = 0, **more: Any) -> Any:
+    """A point of the results, measured unless `more` says why not."""
+    measured = {} if {"refused", "failed"} & more.keys() and ms is None else {"ms": dict(ms or MS)}
+    common = {"key": point.key, "point": point.to_json(), "run": run, "host_us": {}}
+    return common | measured | more
+
+
+def results(*rows: Any, runs: int = 1) -> Any:
+    return {"runs": [RUN] * runs, "points": list(rows)}
+
+
+def two_transports() -> Any:
     """Two transports of one case, and a point that was refused."""
-    point = next(overlap_points.required()).to_json()
     slow = {"unsplit": 12.0, "sequential": 14.0, "mlp_shared_overlap": 10.0}
-    fast = {"unsplit": 10.0, "sequential": 11.0, "mlp_shared_overlap": 9.0} | dbo
-    common = {"point": point, "run": 0, "host_us": {}}
-    return {
-        "runs": [{"device": "d", "torch": "t", "commit": "c", "command": "x"}],
-        "points": [
-            {"key": "a", "ms": slow, "bound_ms": {"mlp_shared_overlap": 9.0}, **common},
-            {"key": "b", "ms": fast, "bound_ms": {"mlp_shared_overlap": 8.5}, **common},
-            {"key": "c", "point": point, "run": 0, "refused": "no such link"},
-        ],
-    }
+    return results(
+        row(replace(POINT, transport="nccl"), slow, bound_ms={"mlp_shared_overlap": 9.0}),
+        row(POINT, bound_ms={"mlp_shared_overlap": 8.5}),
+        row(replace(POINT, link="no_p2p"), refused="no such link"),
+    )
+
+
+def shown(found: Any) -> list[list[str]]:
+    """The cells of all tables of the page, a line each."""
+    lines = performance_page.tables(found).splitlines()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    return [line for line in cells if not set(line[0]) <= {"-"}]
+
+
+def column(found: Any, head: str) -> dict[str, str]:
+    """A column by point."""
+    at, values = 0, dict[str, str]()
+    for line in shown(found):
+        if line[0] == "point":
+            at = line.index(head) if head in line else 0
+        elif at:
+            values[line[0]] = line[at]
+    return values
 
 
 def test_ratios_compare_with_the_best_unsplit_run_of_all_transports() -> None:
-    slow, fast = performance_page.rows_of(results())
+    slow, fast = performance_page.rows_of(two_transports())
     assert slow["ratio"] == pytest.approx(10.0 / 10.0)
     assert fast["ratio"] == pytest.approx(10.0 / 9.0)
     assert slow["efficiency"] == pytest.approx((14 - 10) / (14 - 9))
     assert fast["split_price"] == pytest.approx(1.1)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        row(replace(POINT, transport="nccl"), MS | {"unsplit": 5.0}, run=1),
+        row(replace(POINT, transport="nccl", fp8=True), MS | {"unsplit": 5.0}),
+        row(replace(POINT, transport="nccl", routing="skewed"), MS | {"unsplit": 5.0}),
+    ],
+    ids=["of another run", "in float8", "of other routing"],
+)
+def test_a_case_is_compared_with_itself_only(other: Any) -> None:
+    found = performance_page.rows_of(results(row(POINT), other, runs=2))
+    assert [r["best_unsplit_ms"] for r in found] == [10.0, 5.0]
+
+
+def test_points_of_old_results_have_fewer_fields() -> None:
+    old = row(POINT)
+    for name in ("max_tokens", "fp8", "capacity"):
+        del old["point"][name]
+    new = row(replace(POINT, transport="nccl"), MS | {"unsplit": 8.0})
+    assert [r["best_unsplit_ms"] for r in performance_page.rows_of(results(old, new))] == [8.0] * 2
+
+
 def test_there_is_no_efficiency_where_nothing_can_be_hidden() -> None:
-    found = results()
+    found = two_transports()
     found["points"][0]["bound_ms"]["mlp_shared_overlap"] = 14.5
     assert performance_page.rows_of(found)[0]["efficiency"] is None
 
 
+@pytest.mark.parametrize("name", MS)
+def test_a_refused_schedule_leaves_holes_and_its_reason(name: str) -> None:
+    ms = {n: t for n, t in MS.items() if n != name}
+    found = results(
+        row(POINT, ms, refused={name: "first\nneeds more slots"}, bound_ms={"unsplit": 1.0})
+    )
+    (only,) = performance_page.rows_of(found)
+    assert (only["ratio"] is None) == (name != "sequential")
+    assert (only["split_price"] is None) == (name != "mlp_shared_overlap")
+    assert f"* {name}: needs more slots ({POINT.key})" in performance_page.tables(found)
+
+
+def test_a_point_with_no_schedule_at_all_has_a_line() -> None:
+    found = results(row(POINT, {"unsplit": 10.0}))
+    (only,) = performance_page.rows_of(found)
+    assert (only["best_schedule"], only["best_ratio"]) == (None, None)
+    assert shown(found) == [["point", "unsplit"], [POINT.key, "10.000"]]
+
+
+def test_every_schedule_that_is_measured_has_a_column() -> None:
+    columns = [name for group in performance_page.COLUMNS.values() for name in group]
+    assert sorted(columns) == sorted([*overlap_rank.SCHEDULES, "threaded"])
+    found = results(row(POINT, {name: float(i) for i, name in enumerate(columns, 1)}))
+    for index, name in enumerate(columns, 1):
+        assert column(found, name) == {POINT.key: f"{index:.3f}"}
+    assert max(map(len, shown(found))) <= 8
+    assert column(found, "sequential_3 / unsplit") == {POINT.key: "8.000"}
+
+
+def test_eager_times_have_columns_where_they_were_taken() -> None:
+    other = replace(POINT, tokens=64)
+    found = results(
+        row(POINT, eager_ms={"mlp_shared_overlap": 21.5, "threaded": 150.0, "unsplit": 12.0}),
+        row(other, host_us={"mlp_shared_overlap": 900.0}),
+    )
+    assert column(found, "eager DBO, ms") == {POINT.key: "21.50", other.key: "-"}
+    assert column(found, "eager threads, ms") == {POINT.key: "150.00", other.key: "-"}
+    assert column(found, "host: DBO") == {POINT.key: "-", other.key: "0.90"}
+
+
+def test_sustained_times_have_a_table_of_their_own() -> None:
+    found = results(row(POINT, sustained_ms={"unsplit": 12.0, "mlp_shared_overlap": 8.0}))
+    line = [POINT.key, "12.000", "8.000", "1.500"]
+    assert ["point", "unsplit", "mlp_shared_overlap", "unsplit / DBO"] in shown(found)
+    assert line in shown(found)
+
+
+def test_the_price_of_the_split_is_shown_by_phase_where_phases_were_measured() -> None:
+    phases = {
+        "unsplit": {"A": 4.0, "MLP": 3.0, "D": 1.0, "C": 1.0, "TAIL": 0.5},
+        "sequential": {"A": 4.5, "MLP": 4.0, "S": 0.25, "D": 0.75, "C": 1.5, "TAIL": 0.75},
+    }
+    heads = ("A", "MLP", "S", "D", "C", "others", "all")
+    found = results(row(POINT, phases_ms=phases), row(replace(POINT, tokens=64)))
+    wanted = ("0.500", "1.000", "0.250", "-0.250", "0.500", "0.250", "2.250")
+    assert [column(found, head) for head in heads] == [{POINT.key: text} for text in wanted]
+    del phases["unsplit"]
+    assert column(found, "all") == {}
+
+
+def test_every_run_shows_its_command_and_start() -> None:
+    found = results(row(POINT), row(replace(POINT, tokens=64), run=1), runs=2)
+    found["runs"] = [RUN | {"started": "2026-01-01T10:00:00"}, RUN | {"command": "y"}]
+    page = performance_page.tables(found)
+    assert "`x --output FILE`, started 2026-01-01T10:00:00\n" in page
+    assert "`y --output FILE`\n" in page
+    assert page.count("### d, torch t, commit c") == 2
+
+
+def test_results_that_are_not_equal_are_named() -> None:
+    found = results(row(POINT, equal={"threaded": False, "mlp_shared_overlap": True}))
+    assert f"bit for bit:\n\n* {POINT.key}: threaded" in performance_page.tables(found)
+    assert "bit for bit" not in performance_page.tables(two_transports())
+
+
 def test_the_page_keeps_its_text_and_names_what_was_not_measured() -> None:
     page = f"before {performance_page.BEGIN} old {performance_page.END} after"
-    new = performance_page.page_with(page, performance_page.tables(results()))
+    new = performance_page.page_with(page, performance_page.tables(two_transports()))
     assert new.startswith("before ")
     assert new.endswith(" after")
     assert "old" not in new
-    assert "* c: no such link" in new
+    assert "/no_p2p/copy_engine: no such link" in new
     with pytest.raises(ValueError, match="tables: begin"):
         performance_page.page_with("no markers", "x")
 
 
+def sizes(*points: Point, run: int = 0) -> list[Any]:
+    """Every point at two sizes."""
+    return [row(replace(p, tokens=tokens), run=run) for p in points for tokens in (1024, 8192)]
+
+
 def test_a_shape_measured_at_several_sizes_has_a_plot() -> None:
-    found = results()
-    assert "![" not in performance_page.tables(found)
-    found["points"][0]["point"] = found["points"][0]["point"] | {"tokens": 8192, "comm_sms": None}
-    shown = performance_page.tables(found)
-    assert shown.count("![v2lite, nic, nccl](images/performance_v2lite_nic_nccl.svg)") == 1
+    assert "![" not in performance_page.tables(two_transports())
+    shown = performance_page.tables(results(*sizes(POINT)))
+    name = "performance_v2lite_nvlink_copy_engine.svg"
+    assert shown.count(f"![v2lite, nvlink, copy_engine](images/{name})") == 1
+
+
+def test_a_plot_holds_points_that_differ_in_size_alone() -> None:
+    nic = Point("v2lite", 1, "nccl", "nic", comm_sms=4)
+    others = (
+        replace(nic, carveout=8),
+        replace(nic, carveout=16),
+        replace(nic, comm_sms=8),
+        replace(nic, kind="decode"),
+        replace(nic, fp8=True),
+        replace(nic, max_tokens=256),
+    )
+    found = performance_page.curves(results(*sizes(nic, *others)))
+    assert len(found) == 1 + len(others)
+    assert all(len(curve.rows) == 2 for curve in found.values())
+    assert "performance_v2lite_nic_nccl_comm4_left8.svg" in found
+
+
+def test_a_plot_goes_on_in_a_later_run_of_the_same_commit_only() -> None:
+    first, second = sizes(POINT), sizes(POINT, run=1)
+    parts = results(first[0], second[1], runs=2)
+    assert [len(c.rows) for c in performance_page.curves(parts).values()] == [2]
+    parts["runs"] = [RUN, RUN | {"commit": "other"}]
+    assert not performance_page.curves(parts)
+    parts["points"] = [*first, *second]
+    found = performance_page.curves(parts)
+    assert list(found) == [
+        "performance_v2lite_nvlink_copy_engine.svg",
+        "performance_v2lite_nvlink_copy_engine__2.svg",
+    ]
+    assert [c.title.endswith("commit other") for c in found.values()] == [False, True]
+
+
+def test_a_curve_leaves_out_the_sizes_where_its_schedule_is_missing() -> None:
+    found = results(*sizes(POINT), row(replace(POINT, tokens=64)))
+    found["points"][0]["ms"] = {"unsplit": 10.0, "sequential": 11.0}
+    found["points"][1]["ms"] = MS | {"threaded": 8.0}
+    (curve,) = performance_page.curves(found).values()
+    assert curve.line("mlp_shared_overlap") == [(64, 10 / 9), (8192, 10 / 9)]
+    assert curve.line("threaded") == [(8192, 10 / 8)]
+    assert curve.line("vllm_high_throughput") == []
+
+
+def test_plots_are_drawn_and_old_ones_removed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = results(*sizes(POINT))
+    del found["points"][0]["ms"]["unsplit"]
+    found["points"] += [row(replace(POINT, tokens=64), MS | {"threaded": 8.0})]
+    old = tmp_path / "performance_old.svg"
+    old.touch()
+    (written,) = performance_page.plot(found, tmp_path)
+    assert written == tmp_path / "performance_v2lite_nvlink_copy_engine.svg"
+    assert not old.exists()
+    before = written.read_text()
+    assert "<svg" in before
+    performance_page.plot(found, tmp_path)
+    assert written.read_text() == before
 
 
 def test_the_page_says_what_the_results_say() -> None:
     found = json.loads(performance_page.RESULTS.read_text())
     text = performance_page.PAGE.read_text()
     assert performance_page.page_with(text, performance_page.tables(found)) == text
+    plots = {p.name for p in performance_page.PLOTS.glob("performance_*.svg")}
+    assert plots == set(performance_page.curves(found))
 
 
 def test_points_have_keys_of_their_own_and_known_parts() -> None:

@@ -25,6 +25,7 @@ from dbo_fx.comm.deepep_groups import (
     show,
     wait_for_compute,
 )
+from dbo_fx.comm.deepep_package import INFINIBAND
 from dbo_fx.comm.expert_layouts import FP8, experts_of
 from dbo_fx.comm.pairing import Pair, PairingTransport
 from dbo_fx.errors import CommunicationError
@@ -99,9 +100,6 @@ class _Rows(PairingTransport):
         *rows, ids, weights = (t.contiguous() for t in inputs)
         x = tuple(rows) if len(rows) > 1 else rows[0]
         found, chosen, given = self._dispatch(x, ids, weights, experts, group, pair, name)
-        first = experts // ranks * groups.rank(group)
-        if first:  # One kernel: -1 becomes an expert of the rank before, which is not here either.
-            chosen.add_(first)
         arrived = found if isinstance(found, tuple) else (found,)
         return Sent((*arrived, chosen, given), (*rows, ids, weights))
 
@@ -168,11 +166,25 @@ class _Rows(PairingTransport):
         pair: Pair,
         name: str,
     ) -> tuple[Any, Tensor, Tensor]:
-        """Launch; return rows (with scales), own ids counted here or -1, weights: R*T rows."""
+        """Launch; return rows (with scales), ids of all ranks' experts, weights: R*T rows."""
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any, group: str, name: str) -> Tensor:
         """Launch; return [T, H]."""
+
+
+def _renumber(ids: Tensor, count: Tensor, first: int) -> None:
+    """Ids of here or -1, and behind `count` rows anything: make them those of all ranks' experts.
+
+    Garbage and choices of experts elsewhere become an expert of the rank before.
+    """
+    if ids.is_cuda:
+        from dbo_fx.comm.deepep_ids import renumber
+
+        renumber(ids, count, first)
+        return
+    places = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
+    ids.masked_fill_(places >= count, -1).add_(first)
 
 
 @dataclass
@@ -219,6 +231,9 @@ class HighThroughput(_Rows):
                 config=buffer.get_dispatch_config(ranks),
             )
         pair.handle = handle, opened, sms
+        first = experts // ranks * groups.rank(group)
+        if first:  # -1 becomes an expert of the rank before, which is not here either.
+            chosen.add_(first)
         return rows, chosen, given
 
     def _combine(self, y: Tensor, handle: Any, group: str, name: str) -> Tensor:
@@ -261,7 +276,7 @@ class Elastic(_Rows):
     A Buffer takes any number of tokens up to its own: every kernel begins with a barrier.
     """
 
-    _buffers: dict[ShapeClass, tuple[int, Opened, Tensor]] = field(default_factory=dict)
+    _buffers: dict[ShapeClass, tuple[int, Opened]] = field(default_factory=dict)
 
     def _dispatch(
         self,
@@ -280,7 +295,7 @@ class Elastic(_Rows):
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
         # Kernels are compiled for it, which takes seconds: not one for every T.
         most = max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
-        opened, places = self._buffer((group, hidden, top_k, fp8), most, ids.device)
+        opened = self._buffer((group, hidden, top_k, fp8), most, ids.device)
         with opened.launching(name) as buffer:
             found, chosen, given, handle, _ = buffer.dispatch(
                 x,
@@ -293,9 +308,9 @@ class Elastic(_Rows):
             )
         rows = tokens * ranks
         parts = found if isinstance(found, tuple) else (found,)
-        # What the kernel writes is an id of here or -1; behind its rows it writes nothing.
-        garbage = places[:rows] >= handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-        chosen = chosen[:rows].masked_fill_(garbage, -1)
+        chosen = chosen[:rows]
+        first = experts // ranks * groups.rank(group)
+        _renumber(chosen, handle.psum_num_recv_tokens_per_scaleup_rank[-1], first)
         pair.handle = handle, opened, most * ranks, sms
         return tuple(p[:rows] for p in parts), chosen, given[:rows]
 
@@ -309,10 +324,10 @@ class Elastic(_Rows):
             found: Tensor = buffer.combine(y, kept, num_sms=sms)[0]
         return found
 
-    def _buffer(self, key: ShapeClass, most: int, device: torch.device) -> tuple[Opened, Tensor]:
-        """The Buffer of a shape class, and the numbers of its rows; a larger one where needed."""
+    def _buffer(self, key: ShapeClass, most: int, device: torch.device) -> Opened:
+        """The Buffer of a shape class; a larger one where needed."""
         if key in self._buffers and self._buffers[key][0] >= most:
-            return self._buffers[key][1:]
+            return self._buffers[key][1]
         group, hidden, top_k, fp8 = key
         why = deepep_package.reason(self.contract.name)
         if why is not None:
@@ -331,12 +346,13 @@ class Elastic(_Rows):
                 hidden=hidden,
                 num_topk=top_k,
                 use_fp8_dispatch=fp8,
+                # It is for several hosts, and refuses to start where no InfiniBand is.
+                allow_hybrid_mode=INFINIBAND.exists(),
                 explicitly_destroy=True,
             )
 
         opened = open_buffer(
             self.contract.name, group, sizes, make, lambda: self._buffers.pop(key, None)
         )
-        places = torch.arange(most * groups.world_size(group), device=device).unsqueeze(1)
-        self._buffers[key] = most, opened, places
-        return opened, places
+        self._buffers[key] = most, opened
+        return opened

@@ -230,6 +230,7 @@ def tables(results: dict[str, Any]) -> str:
         parts += [
             f"### {run['device']}, {versions}, commit {run['commit']}",
             f"`{run['command']} --output FILE`{started}",
+            *([run["note"]] if "note" in run else []),
             *filter(None, (table.text(mine) for table in TABLES)),
             *_doubts(mine),
         ]

@@ -25,7 +25,6 @@ from dbo_fx.comm.deepep_groups import (
     show,
     wait_for_compute,
 )
-from dbo_fx.comm.deepep_package import INFINIBAND
 from dbo_fx.comm.expert_layouts import FP8, experts_of
 from dbo_fx.comm.pairing import Pair, PairingTransport
 from dbo_fx.errors import CommunicationError
@@ -346,8 +345,7 @@ class Elastic(_Rows):
                 hidden=hidden,
                 num_topk=top_k,
                 use_fp8_dispatch=fp8,
-                # It is for several hosts, and refuses to start where no InfiniBand is.
-                allow_hybrid_mode=INFINIBAND.exists(),
+                allow_hybrid_mode=False,  # It is for several hosts.
                 explicitly_destroy=True,
             )
 

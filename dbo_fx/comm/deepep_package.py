@@ -215,12 +215,12 @@ def load() -> Any:
 
 
 def _environment() -> None:
-    """What NVSHMEM must know where no InfiniBand is; what is set already stays."""
-    if INFINIBAND.exists():
-        return
-    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
-    os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+    """What DeepEP and NVSHMEM must know on one host; what is set already stays."""
+    # Else V2 asks NCCL for connections between hosts, and refuses to start where there are none.
     os.environ.setdefault("EP_DISABLE_GIN", "1")
+    if not INFINIBAND.exists():
+        os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+        os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
 
 
 def _why(text: str) -> str:

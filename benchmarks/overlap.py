@@ -18,6 +18,9 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +28,8 @@ from typing import Any, TextIO
 import torch
 from overlap_points import SETS, Point
 from overlap_rank import Processes
+
+from dbo_fx.launch import RankError
 
 # transformers looks for torchvision, whose build may not fit torch's.
 sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
@@ -57,6 +62,12 @@ def main() -> int:
     parser.add_argument("--commit", help="default: what git says")
     parser.add_argument(
         "--limit-s", type=float, default=540, help="start no group of points after this"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=4,
+        help="families of points that compile at a time; none is measured meanwhile",
     )
     parser.add_argument(
         "--turn",
@@ -92,20 +103,37 @@ def main() -> int:
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
     started = time.monotonic()
     good = True
-    processes = Processes(args.ranks, args.limit_s)
+    families = _families(missing)
     turn = Turn(args.turn)
-    for points in _grouped(missing):
-        if time.monotonic() - started > args.limit_s:
-            print(f"time is up before {points[0].key}; run again to go on", flush=True)
-            break
-        rows = _measured(points, processes, turn)
-        _add(results, run, rows)
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-        for row in rows:
-            good &= all(row.get("equal", {}).values())
-            print(_line(row), flush=True)
-    processes.close()
+    for first in range(0, len(families), args.jobs):
+        wave = families[first : first + args.jobs]
+        running = [Processes(args.ranks, args.limit_s, groups[0][0]) for groups in wave]
+        try:
+            with ThreadPoolExecutor(len(wave)) as pool:  # They wait for their ranks.
+                list(pool.map(_prepare, running, wave))
+            turn.take()
+            for processes, points in _in_order(running, wave):
+                if time.monotonic() - started > args.limit_s:
+                    print(f"time is up before {points[0].key}; run again to go on", flush=True)
+                    return 0 if good else 1
+                rows = _measured(processes, points)
+                _add(results, run, rows)
+                args.output.write_text(json.dumps(results, indent=1) + "\n")
+                for row in rows:
+                    good &= all(row.get("equal", {}).values())
+                    print(_line(row), flush=True)
+        finally:
+            for processes in running:
+                processes.close()
     return 0 if good else 1
+
+
+def _in_order(
+    running: list[Processes], wave: list[list[list[Point]]]
+) -> Iterator[tuple[Processes, list[Point]]]:
+    for processes, groups in zip(running, wave, strict=True):
+        for points in groups:
+            yield processes, points
 
 
 def _is_meant(key: str, patterns: list[str]) -> bool:
@@ -120,13 +148,13 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     }
 
 
-def _grouped(points: list[Point]) -> list[list[Point]]:
-    """Points by group, groups of a family side by side, in the order of the set otherwise."""
+def _families(points: list[Point]) -> list[list[list[Point]]]:
+    """Points by group, groups by family, in the order of the set otherwise."""
     families: dict[Point, dict[Point, list[Point]]] = {}
     for point in points:
         groups = families.setdefault(point.family, {})
         groups.setdefault(point.group, []).append(point)
-    return [group for groups in families.values() for group in groups.values()]
+    return [list(groups.values()) for groups in families.values()]
 
 
 class Turn:
@@ -144,11 +172,16 @@ class Turn:
             fcntl.flock(self._file, fcntl.LOCK_EX)
 
 
-def _measured(points: list[Point], processes: Processes, turn: Turn) -> list[dict[str, Any]]:
+def _prepare(processes: Processes, groups: list[list[Point]]) -> None:
+    """Compile all groups of a family; what fails here is told where it is measured."""
+    with suppress(RankError):
+        for points in groups:
+            processes.prepare(points)
+
+
+def _measured(processes: Processes, points: list[Point]) -> list[dict[str, Any]]:
     """A failure of one group is a row that says so, and no reason to lose the others."""
     try:
-        processes.prepare(points)
-        turn.take()
         return processes.measure(points)
     except Exception as error:
         text = str(error)

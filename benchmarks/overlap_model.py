@@ -11,7 +11,7 @@ from torch import Tensor, nn
 LONGEST = 1024
 CACHE = 512
 FILLED = 448
-# Rows per microbatch and at most three microbatches, each at least two.
+# At most three microbatches of at least two rows; smaller decode steps are padded, as `wrap` does.
 LEAST_ROWS = 8
 
 
@@ -105,7 +105,7 @@ class Inputs:
         self._generator = torch.Generator().manual_seed(seed)
         self._vocab = SHAPES[point.shape].config["vocab_size"]
         if point.kind == "decode":
-            rows, columns = point.tokens, 1
+            rows, columns = max(point.tokens, LEAST_ROWS), 1
         else:
             columns = max(1, min(LONGEST, point.tokens // LEAST_ROWS))
             rows = point.tokens // columns

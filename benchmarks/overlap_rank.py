@@ -475,14 +475,15 @@ class Processes:
 
     Args:
         ranks: How many ranks share the experts.
-        timeout_s: Limit of a group.
+        timeout_s: Limit of a call.
+        family: The family.
     """
 
-    def __init__(self, ranks: int, timeout_s: float) -> None:
-        """Start nothing yet."""
-        self._ranks, self._timeout_s = ranks, timeout_s
-        self._family: Point | None = None
-        self._running: Ranks | None = None
+    def __init__(self, ranks: int, timeout_s: float, family: Point) -> None:
+        """Start them."""
+        self._ranks, self._timeout_s, self._link = ranks, timeout_s, family.link
+        self._prepared: set[str] = set()
+        self._running = self._start()
 
     def prepare(self, points: Sequence[Point]) -> None:
         """Compile points of one group.
@@ -490,27 +491,30 @@ class Processes:
         Raises:
             RankError: A rank failed or took too long.
         """
-        family = points[0].family
-        if self._running is None or not self._running.alive or self._family != family:
+        if not self._running.alive:
             self.close()
-            self._running, self._family = self._start(family.link), family
+            self._prepared.clear()
+            self._running = self._start()
+        if self._prepared >= {point.key for point in points}:
+            return
         self._running.call(prepare_group, (list(points), self._ranks), timeout_s=self._timeout_s)
+        self._prepared |= {point.key for point in points}
 
     def measure(self, points: Sequence[Point]) -> list[dict[str, Any]]:
-        """Measure the points that were prepared last.
+        """Measure points of one group.
 
         Raises:
             RankError: A rank failed or took too long.
         """
-        assert self._running is not None
+        self.prepare(points)
         found = self._running.call(measure_group, (list(points),), timeout_s=self._timeout_s)
         return [_merge(rows) for rows in zip(*found, strict=True)]
 
-    def _start(self, link: str) -> Ranks:
-        world = 1 if link == "host" else self._ranks
-        backend = "gloo" if link in ("host", "cpu") else "nccl"
+    def _start(self) -> Ranks:
+        world = 1 if self._link == "host" else self._ranks
+        backend = "gloo" if self._link in ("host", "cpu") else "nccl"
         old = os.environ.pop("NCCL_P2P_DISABLE", None)
-        if link == "no_p2p":
+        if self._link == "no_p2p":
             os.environ["NCCL_P2P_DISABLE"] = "1"
         try:  # They take over the environment when they start.
             return Ranks(world, backend=backend, timeout_s=self._timeout_s)
@@ -521,9 +525,7 @@ class Processes:
 
     def close(self) -> None:
         """End the ranks."""
-        if self._running is not None:
-            self._running.close()
-        self._running = None
+        self._running.close()
 
 
 def _merge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -148,25 +148,27 @@ def measure(
     limits.sharing = SmSharing(comm=comm_sms)
     limits.enter()
     sms = contract(transport).num_sms if comm_sms is None else comm_sms
-    begin_region(transport, [group])
-    runs = [
-        lambda: through_ops(transport, group, given, most),
-        lambda: direct(transport, group, given, most, sms),
-    ]
-    same = torch.equal(*(run().clone() for run in runs))
-    graphs = [graph_of(run) for run in runs]
-    times: list[list[float]] = [[], []]
-    for _ in range(REPLAYS):
-        for graph, taken in zip(graphs, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            torch.distributed.barrier()
-            start.record()
-            graph.replay()
-            stop.record()
-            torch.cuda.synchronize()
-            taken.append(start.elapsed_time(stop) * 1e3 / PAIRS)
-    limits.leave()
+    try:
+        begin_region(transport, [group])
+        runs = [
+            lambda: through_ops(transport, group, given, most),
+            lambda: direct(transport, group, given, most, sms),
+        ]
+        same = torch.equal(*(run().clone() for run in runs))
+        graphs = [graph_of(run) for run in runs]
+        times: list[list[float]] = [[], []]
+        for _ in range(REPLAYS):
+            for graph, taken in zip(graphs, times, strict=True):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                torch.distributed.barrier()
+                start.record()
+                graph.replay()
+                stop.record()
+                torch.cuda.synchronize()
+                taken.append(start.elapsed_time(stop) * 1e3 / PAIRS)
+    finally:
+        limits.leave()
     ours, theirs = (statistics.median(taken) for taken in times)
     return {
         "ops_us": round(ours, 2),

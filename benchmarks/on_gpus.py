@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "{python} -m pytest -q -p no:cacheprovider -o addopts= -m"
 ON_ONE = (
     "tests/test_agree.py tests/test_batch_metadata.py tests/test_copy_engine.py "
-    "tests/test_cuda_graphs_gpu.py tests/test_measured.py tests/test_packing.py "
+    "tests/test_cuda_graphs_gpu.py tests/test_deepep_kernels.py tests/test_measured.py tests/test_packing.py "
     "tests/test_progress.py tests/test_segments_gpu.py tests/test_transformers.py"
 )
 ON_TWO = "tests/test_agree.py tests/test_progress.py tests/test_two_gpus.py"
@@ -42,7 +41,6 @@ class Step:
         seconds: How long it may take; it is not started if less is left.
         gpus: How many GPUs it needs.
         deep_ep: Whether it needs DeepEP.
-        results: A file of the repository that it writes, to be copied into the folder.
     """
 
     name: str
@@ -50,14 +48,16 @@ class Step:
     seconds: int
     gpus: int = 1
     deep_ep: bool = False
-    results: str | None = None
 
 
 def deep_ep_ops(transport: str, tokens: str) -> Step:
     """Our ops against direct calls of DeepEP, over one transport."""
     name = transport.replace("deepep_", "deep_ep_ops_")
-    command = f"{{python}} benchmarks/deepep_ops.py --transport {transport} --tokens {tokens}"
-    return Step(name, command, 120, 2, True, "benchmarks/results/deepep_ops.json")
+    command = (
+        f"{{python}} benchmarks/deepep_ops.py --transport {transport} --tokens {tokens} "
+        "--output {output}/deepep_ops.json --commit {commit}"
+    )
+    return Step(name, command, 120, 2, True)
 
 
 def overlap(name: str, points: str, seconds: int, file: str = "overlap", **needs: Any) -> Step:
@@ -139,17 +139,21 @@ def run(step: Step, output: Path, commit: str) -> tuple[int, float]:
             code = done.returncode
         except subprocess.TimeoutExpired:
             code = 124
-    if step.results is not None and (ROOT / step.results).exists():
-        shutil.copy(ROOT / step.results, output)
     return code, time.monotonic() - started
 
 
 def main() -> int:
     """Run what fits; exit 1 if a step failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("gpu_results"))
-    parser.add_argument("--only", nargs="+", choices=[s.name for s in STEPS])
-    parser.add_argument("--limit-s", type=float, default=1800)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu_results"), help="folder for logs and results"
+    )
+    parser.add_argument("--only", nargs="+", choices=[s.name for s in STEPS], help="which steps")
+    parser.add_argument(
+        "--limit-s", type=float, default=1800, help="start no step that may end later"
+    )
     parser.add_argument("--commit", default="", help="what to write into the results")
     parser.add_argument("--list", action="store_true", help="print the steps and stop")
     args = parser.parse_args()

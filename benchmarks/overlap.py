@@ -13,7 +13,6 @@ off goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from overlap_points import SETS, Point
@@ -69,23 +68,13 @@ def main() -> int:
         default=4,
         help="families of points that compile at a time; none is measured meanwhile",
     )
-    parser.add_argument(
-        "--turn",
-        type=Path,
-        help="a file: of several calls that name it one measures at a time, while others compile",
-    )
-    parser.add_argument(
-        "--started",
-        default=time.strftime("%Y-%m-%dT%H:%M:%S"),
-        help="when this began: calls that name the same time, on one machine, count as one run",
-    )
     args = parser.parse_args()
     commit = args.commit or _commit()
     results = _load(args.output)
     run = {
         "command": f"python benchmarks/overlap.py --points {' '.join(args.points)} "
         f"--ranks {args.ranks}",
-        "started": args.started,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "device": _device(),
         "torch": torch.__version__,
         "commit": commit,
@@ -104,14 +93,12 @@ def main() -> int:
     started = time.monotonic()
     good = True
     families = _families(missing)
-    turn = Turn(args.turn)
     for first in range(0, len(families), args.jobs):
         wave = families[first : first + args.jobs]
         running = [Processes(args.ranks, args.limit_s, groups[0][0]) for groups in wave]
         try:
             with ThreadPoolExecutor(len(wave)) as pool:  # They wait for their ranks.
                 list(pool.map(_prepare, running, wave))
-            turn.take()
             for processes, points in _in_order(running, wave):
                 if time.monotonic() - started > args.limit_s:
                     print(f"time is up before {points[0].key}; run again to go on", flush=True)
@@ -155,21 +142,6 @@ def _families(points: list[Point]) -> list[list[list[Point]]]:
         groups = families.setdefault(point.family, {})
         groups.setdefault(point.group, []).append(point)
     return [list(groups.values()) for groups in families.values()]
-
-
-class Turn:
-    """The right to measure, which a call keeps until its end; None: no one else wants it."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Wait for nothing yet."""
-        self._path = path
-        self._file: TextIO | None = None
-
-    def take(self) -> None:
-        """Wait until no other call measures."""
-        if self._path is not None and self._file is None:
-            self._file = self._path.open("w")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
 
 
 def _prepare(processes: Processes, groups: list[list[Point]]) -> None:

@@ -57,6 +57,8 @@ def measure(
     """
     if isinstance(replays, bool) or not isinstance(replays, int) or replays < 1:
         raise OptionError(f"measure: replays={replays!r}; wanted 1 or more")
+    if not rest_s >= 0:
+        raise OptionError(f"measure: rest_s={rest_s!r}; wanted 0 or more seconds")
     args = tuple(_caught(compiled, call) if callable(call) else call)
     if len(args) != (wanted := len(compiled.captured.placeholders)):
         raise OptionError(

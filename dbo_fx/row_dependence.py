@@ -24,10 +24,13 @@ from dbo_fx.passes.sharding import Obligation, finding_of
 from dbo_fx.passes.sharding_packing import PACK
 from dbo_fx.passes.sharding_state import storage_of, written_storages
 from dbo_fx.pipeline import State
+from dbo_fx.symbols import ConcreteSizes
 
 LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor)
 # Real dependence moves a row by far more than the rounding that the differential allows.
 STRICTER = 0.1
+# A part of one of `ConcreteSizes`' primes: a hundredth at least, such as every second position.
+LEAST_DYNAMIC = min(ConcreteSizes.PRIMES) // 100
 NOWHERE = "its rows lie between two dynamic sizes; mark one of them static"
 
 
@@ -256,10 +259,10 @@ class _Lockstep:
         """What was flattened into the dim from the left and the right, in this call.
 
         For a size that is dynamic, too, the layout has a number made of large primes
-        (`ConcreteSizes`): of two that cannot be, the larger one is dynamic.
+        (`ConcreteSizes`), or a part of them: of two that cannot be, the larger one is dynamic.
         """
         size, outer, inner = value.shape[layout.dim], layout.outer, layout.inner
-        if outer * self.total * inner == size:
+        if outer * self.total * inner == size or max(outer, inner) < LEAST_DYNAMIC:
             return outer, inner
         if inner > outer:
             return outer, size // (outer * self.total)

@@ -635,6 +635,17 @@ def test_ids_of_v2_become_those_of_all_experts(first: int, wanted: list[list[int
     assert ids.tolist() == [*wanted, [first - 1] * 2]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "top_k"), [(0, 4), (1, 1), (63, 6), (1000, 8)])
+def test_one_kernel_does_the_same(rows: int, top_k: int) -> None:
+    ids = torch.randint(-1, 4, (rows, top_k))
+    count = torch.tensor([5, rows // 2], dtype=torch.int32)
+    found = ids.cuda()
+    deepep_cuda_rows._renumber(found, count.cuda()[-1], 12)
+    deepep_cuda_rows._renumber(ids, count[-1], 12)
+    assert torch.equal(found.cpu(), ids)
+
+
 def test_v2_has_the_groups_communicator_made_first(
     group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -502,7 +502,7 @@ def test_ranks_with_few_rows_are_padded(
     ranks: RankPool, model: type[RowsMoe], transport: str
 ) -> None:
     for worst in ranks(run_few, model, transport, timeout_s=300):
-        assert max(worst) < 1e-4, worst
+        assert all(error < 1e-4 for error in worst), worst
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from overlap_points import Point
 
 import dbo_fx
+from dbo_fx.contracts import DEEPEP_LL
 from dbo_fx.models import MoeConfig, MoeDecoder
 from rank_pool import RankPool
 
@@ -86,6 +87,46 @@ def a_thread_that_fails(rank: int) -> str:
 
 def test_an_error_in_a_thread_reaches_the_caller(ranks: RankPool) -> None:
     assert ranks(a_thread_that_fails, timeout_s=300) == ["on purpose", "on purpose"]
+
+
+class Logs:
+    """A transport that only tells what it is told."""
+
+    contract = DEEPEP_LL
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+
+    def begin(self, group: str) -> None:
+        self.log.append(("begin", group))
+
+    def launch(self, inputs: Any, outputs: Any, exchange: str, *rest: Any) -> str:
+        self.log.append(("send", rest[2], rest[1]))
+        return str(rest[2])
+
+    def finish(self, flight: str, outputs: Any) -> None:
+        self.log.append(("receive", flight))
+
+
+def test_threads_receive_each_others_operations_where_one_may_be_in_flight() -> None:
+    from threaded import OneInFlight
+
+    carrier = Logs()
+    shared = OneInFlight(carrier)
+    for _ in range(2):
+        carrier.log.clear()
+        shared.begin("g")
+        first = shared.launch([], [], "batched_dispatch", "g", 0, "first")
+        second = shared.launch([], [], "batched_dispatch", "g", 0, "second")
+        shared.finish(first, [])  # The other thread has done it.
+        shared.finish(second, [])
+        assert carrier.log == [
+            ("begin", "g"),
+            ("send", "first", 0),
+            ("receive", "first"),
+            ("send", "second", 1),
+            ("receive", "second"),
+        ]
 
 
 RUN = {"device": "d", "torch": "t", "commit": "c", "command": "x"}

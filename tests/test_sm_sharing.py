@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dbo_fx import schedules, sm_limits
 from dbo_fx.backend import compile_captured
@@ -215,11 +216,12 @@ def test_communicators_are_made_once_and_never_under_capture(
         made.append(
             (ranks, given["pg_options"].config.max_ctas, given["use_local_synchronization"])
         )
+        assert given["pg_options"].config.cga_cluster_size == 0
         return SimpleNamespace(group_name=f"limited {len(made)}")
 
     class Options:
         def __init__(self) -> None:
-            self.config = SimpleNamespace(min_ctas=0, max_ctas=0)
+            self.config = SimpleNamespace(min_ctas=0, max_ctas=0, cga_cluster_size=4)
 
     monkeypatch.setattr(nccl, "_LIMITED", {})
     monkeypatch.setattr(nccl.dist, "new_group", new_group)
@@ -236,3 +238,28 @@ def test_communicators_are_made_once_and_never_under_capture(
             nccl.limited(group, 2)
     assert names == ["limited 1", "limited 2", "limited 1"]
     assert made == [([0, 1, 2, 3], 4, True), ([0, 1, 2, 3], 8, True)]
+
+
+@pytest.mark.parametrize(("ranks", "own"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_an_all_to_alls_own_block_is_copied(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, own: int, dtype: torch.dtype
+) -> None:
+    """NCCL gets the others' blocks, as bytes where it does not know the type."""
+    monkeypatch.setattr(nccl.groups, "world_size", lambda group: ranks)
+    monkeypatch.setattr(nccl.groups, "rank", lambda group: own)
+    monkeypatch.setattr(nccl.groups, "process_group", lambda group: group)
+    sizes: list[list[int]] = []
+
+    def all_to_all(places: list[Tensor], blocks: list[Tensor], group: str) -> None:
+        assert {t.dtype for t in (*places, *blocks)} <= {torch.float32, torch.uint8}
+        sizes.extend([len(t) for t in part] for part in (places, blocks))
+        for place, block in zip(places, blocks, strict=True):
+            place.copy_(block)  # As if the others had sent what this rank sends them.
+
+    monkeypatch.setattr(nccl.dist, "all_to_all", all_to_all)
+    source = torch.arange(2.0 * ranks * 4).view(2 * ranks, 4).to(dtype)
+    output = torch.zeros_like(source)
+    nccl._exchange(output, source, "g")
+    assert torch.equal(output.float(), source.float())
+    assert sizes == [[0 if rank == own else 2 for rank in range(ranks)]] * 2

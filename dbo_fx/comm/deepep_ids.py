@@ -30,4 +30,6 @@ def renumber(ids: Tensor, count: Tensor, first: int) -> None:
         first: The rank's first expert.
     """
     size = ids.numel()
+    if not size:
+        return
     _renumber[(triton.cdiv(size, BLOCK),)](ids, count, first, size, ids.shape[1], BLOCK=BLOCK)

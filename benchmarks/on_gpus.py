@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "{python} -m pytest -q -p no:cacheprovider -o addopts= -m"
 ON_ONE = (
     "tests/test_agree.py tests/test_batch_metadata.py tests/test_copy_engine.py "
-    "tests/test_cuda_graphs_gpu.py tests/test_deepep_kernels.py tests/test_measured.py tests/test_packing.py "
-    "tests/test_progress.py tests/test_segments_gpu.py tests/test_transformers.py"
+    "tests/test_cuda_graphs_gpu.py tests/test_deepep_kernels.py tests/test_measured.py "
+    "tests/test_packing.py tests/test_progress.py tests/test_segments_gpu.py "
+    "tests/test_transformers.py"
 )
 ON_TWO = "tests/test_agree.py tests/test_progress.py tests/test_two_gpus.py"
 

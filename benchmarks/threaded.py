@@ -32,11 +32,12 @@ from torch.utils import _pytree as pytree
 from dbo_fx.capture import CapturedGraph, value_of
 from dbo_fx.comm.protocol import _TRANSPORTS, Transport, begin_region, transport_for
 from dbo_fx.compiled import CompiledProgram
+from dbo_fx.host_code import Program
 from dbo_fx.ir import COMM, Action
 from dbo_fx.passes.halves import argument
 from dbo_fx.passes.schedule import action_of
 from dbo_fx.passes.streams import RECVS, SENDS
-from dbo_fx.runtime import Runtime
+from dbo_fx.runtime import _COMM_STREAMS, Runtime
 from dbo_fx.sm_limits import matmul_carveout, set_matmul_carveout
 from dbo_fx.symbols import expression
 
@@ -179,7 +180,7 @@ class Threaded:
         halves = halve(self.captured, args)
         self.baton.begin()
         self._errors.clear()
-        stream = self._streams() if self._first.is_cuda else None
+        streams = self._streams() if self._first.is_cuda else None
         before = matmul_carveout() if self._left is not None else None
         if self._left is not None:
             set_matmul_carveout(self._left)
@@ -187,7 +188,7 @@ class Threaded:
         _TRANSPORTS[self._key] = self._carrier
         try:
             begin_region(self._key[1], self._groups)
-            wait([self._pool.submit(self._work, i, halves[i], stream) for i in range(THREADS)])
+            wait([self._pool.submit(self._work, i, halves[i], streams) for i in range(THREADS)])
         finally:
             _TRANSPORTS[self._key] = own
             if self._left is not None:
@@ -196,21 +197,24 @@ class Threaded:
             raise self._errors[0]
         return pytree.tree_map(lambda *parts: torch.cat(parts), *self._results)
 
-    def _streams(self) -> torch.cuda.Stream:
-        """One communication stream for both threads, as in the program itself."""
-        pools = [module.runtime._streams for module in self._modules]
-        for pool in pools:
-            if COMM not in pool._streams:
-                pool.begin()
-        pools[1]._streams[COMM] = pools[0]._streams[COMM]
-        return torch.cuda.current_stream()
+    def _streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The caller's stream, and its communication stream: those of both threads."""
+        self._first._streams.begin()
+        return torch.cuda.current_stream(), self._first._streams[COMM]
 
     @torch.no_grad()
-    def _work(self, thread: int, args: Sequence[Any], stream: torch.cuda.Stream | None) -> None:
+    def _work(
+        self,
+        thread: int,
+        args: Sequence[Any],
+        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
+    ) -> None:
         self.baton.take(thread)
         try:
-            if stream is not None:
-                torch.cuda.set_stream(stream)
+            if streams is not None:
+                compute, comm = streams
+                torch.cuda.set_stream(compute)
+                _COMM_STREAMS.by_device[comm.device.index] = comm
             self._results[thread] = self._modules[thread](*args)
         except BaseException as error:
             self._errors.append(error)
@@ -302,7 +306,7 @@ def _copy(module: GraphModule, baton: Baton, thread: int) -> GraphModule:
     # The carve-out belongs to the process, and two threads would put each other's back.
     runtime_of.limits.sharing = replace(module.runtime.limits.sharing, left=None)
     graph.lint()
-    return GraphModule(root, graph, class_name="ThreadedProgram")
+    return Program(root, graph, class_name="ThreadedProgram")
 
 
 def yield_us(rounds: int = 2000) -> float:

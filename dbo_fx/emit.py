@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from dbo_fx import sync
 from dbo_fx.capture import value_of
 from dbo_fx.counters import Counters, DeviceCounters
+from dbo_fx.host_code import Program
 from dbo_fx.ir import COMP
 from dbo_fx.passes.halves import BUFFERS
 from dbo_fx.passes.schedule import action_of
@@ -73,7 +74,7 @@ class Emit:
         else:
             root["runtime"] = Runtime(device, counting.counters(device) if is_counted else None)
         root["runtime"].limits.sharing = sharing
-        module = GraphModule(root, graph, class_name="DboProgram")
+        module = Program(root, graph, class_name="DboProgram")
         graph.lint()
         calls = sum(n.op.startswith("call") for n in graph.nodes)
         return replace(state, graph=graph, lowered=state.graph, module=module), f"{calls} calls"

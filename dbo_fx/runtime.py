@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -31,6 +32,9 @@ class TraceEntry:
     def __str__(self) -> str:
         """`comm wait e3`."""
         return f"{self.stream} {self.kind}" + ("" if self.event is None else f" e{self.event}")
+
+
+_entry = cache(TraceEntry)  # A program makes the same ones in every call.
 
 
 class _CommStreams(threading.local):
@@ -61,6 +65,12 @@ def comm_stream(device: torch.device) -> torch.cuda.Stream:
     return known[index]
 
 
+def has_comm_stream(device: torch.device) -> bool:
+    """Whether this thread has its communication stream on a device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index in _COMM_STREAMS.by_device
+
+
 class StreamPool:
     """The streams of one module on CUDA, by name.
 
@@ -87,14 +97,14 @@ class StreamPool:
             CommunicationError: The first call is captured, when libraries cannot make what they
                 need on these streams (communicators, handles, workspaces); the call before it does.
         """
-        if COMM not in self._streams:
-            if torch.cuda.is_current_stream_capturing():
-                raise CommunicationError(
-                    "this program is captured in a CUDA graph before it ever ran: the "
-                    "communicators and handles of its streams cannot be made during a capture. "
-                    "Run the model once on such inputs, then capture."
-                )
-            self._streams[COMM] = comm_stream(self.device)
+        is_first = COMM not in self._streams or not has_comm_stream(self.device)
+        if is_first and torch.cuda.is_current_stream_capturing():
+            raise CommunicationError(
+                "this program is captured in a CUDA graph before it ever ran in this thread: the "
+                "communicators and handles of its streams cannot be made during a capture. Run the "
+                "model once on such inputs, then capture."
+            )
+        self._streams[COMM] = comm_stream(self.device)  # This thread's.
         self._streams[COMP] = torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:
@@ -123,12 +133,16 @@ class Runtime(torch.nn.Module):
     Args:
         device: Where the module's tensors live.
         counters: Progress counters, if the module calls `start` and `finish`.
+
+    Attributes:
+        trace: On CPU, what the last call did; on CUDA empty, there the streams themselves did it.
     """
 
     def __init__(self, device: torch.device, counters: Counters | None = None) -> None:
         """Create no stream and no event yet."""
         super().__init__()
         self.device = device
+        self._is_cuda = device.type == "cuda"
         self.counters = counters
         self.trace: list[TraceEntry] = []
         self._streams = StreamPool(device)
@@ -138,7 +152,7 @@ class Runtime(torch.nn.Module):
     @property
     def is_cuda(self) -> bool:
         """Whether streams and events are real."""
-        return self.device.type == "cuda"
+        return self._is_cuda
 
     @property
     def is_capturing(self) -> bool:
@@ -160,23 +174,26 @@ class Runtime(torch.nn.Module):
 
     def use(self, stream: str) -> None:
         """Launch what follows on this stream."""
-        self.trace.append(TraceEntry("use", stream))
         if self.is_cuda:
             torch.cuda.set_stream(self._streams[stream])
+        else:
+            self.trace.append(_entry("use", stream))
 
     def record(self, event: int, stream: str) -> None:
         """Record an event on a stream."""
-        self.trace.append(TraceEntry("record", stream, event))
-        if self.is_cuda:
-            if event not in self._events:
-                self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._events[event].record(self._streams[stream])
+        if not self.is_cuda:
+            self.trace.append(_entry("record", stream, event))
+            return
+        if event not in self._events:
+            self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._events[event].record(self._streams[stream])
 
     def wait(self, event: int, stream: str) -> None:
         """Let a stream wait for an event."""
-        self.trace.append(TraceEntry("wait", stream, event))
         if self.is_cuda:
             self._streams[stream].wait_event(self._events[event])
+        else:
+            self.trace.append(_entry("wait", stream, event))
 
     def start(self, index: int, stream: str) -> None:
         """Count that action number `index` of a stream starts."""

@@ -18,8 +18,18 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from dbo_fx.errors import VerificationError
+from dbo_fx.host_code import use_methods
 from dbo_fx.passes.lower import structure
-from dbo_fx.segment_compilers import EAGER, Run, check_backend, compile_core, environment
+from dbo_fx.segment_compilers import (
+    EAGER,
+    Direct,
+    Run,
+    check_backend,
+    compile_core,
+    environment,
+    is_bare,
+    run_and_look,
+)
 from dbo_fx.segment_core import Core, call_core, core_of
 from dbo_fx.segment_sizes import ALIGNMENT, CoreSizes, core_sizes
 
@@ -43,6 +53,7 @@ class CompiledSegment(nn.Module):
         self.artifact = None
         if core.graph is not None:
             self.artifact = _put_in(core, name, backend)
+        use_methods(core.outer)
         self._outer = GraphModule({}, core.outer, class_name="Segment")
         self.forward = self._outer.forward
 
@@ -80,6 +91,8 @@ class Artifact:
         rules: What the compiler assumed about them.
         aligned: Positions of the arguments that it writes and assumes to be aligned.
         results: Shapes and strides of what it returns, over the symbols.
+        written: Positions of all arguments that it writes.
+        seen: By sizes that were checked, what runs them in less host time than `run`, if anything.
     """
 
     run: Run
@@ -89,7 +102,8 @@ class Artifact:
     rules: tuple[sympy.Basic, ...]
     aligned: tuple[int, ...]
     results: tuple[tuple[torch.dtype, tuple[sympy.Expr, ...], tuple[sympy.Expr, ...]], ...]
-    seen: set[tuple[int, ...]] = field(default_factory=set)
+    written: tuple[int, ...] = ()
+    seen: dict[tuple[int, ...], Direct | None] = field(default_factory=dict)
 
     def function(self) -> Run:
         """The core as a function: it checks each size once, and written inputs every time."""
@@ -100,10 +114,14 @@ class Artifact:
             for index in aligned:
                 if arguments[index].data_ptr() % ALIGNMENT and arguments[index].is_cuda:
                     self._misaligned(index - count)
+            sizes = arguments[:count]
             try:
-                if arguments[:count] in seen:
+                if sizes not in seen:
+                    return self._first(arguments)
+                direct = seen[sizes]
+                if direct is None or not is_bare():
                     return run(*arguments)
-                return self._first(arguments)
+                return direct([*arguments])
             except AssertionError as error:  # Inductor's code compares sizes and strides.
                 raise self._wrong(str(error)) from error
 
@@ -123,9 +141,11 @@ class Artifact:
                 f"compiler assumed {rule}. Capture with a batch of such a size, or compile "
                 "with segment_backend='eager'."
             )
-        found = self.run(*arguments)
+        found, direct = run_and_look(
+            self.backend, self.run, arguments, [len(self.symbols) + i for i in self.written]
+        )
         self._check(found, arguments, sizes)
-        self.seen.add(arguments[: len(self.symbols)])
+        self.seen[arguments[: len(self.symbols)]] = direct
         return found
 
     def _check(
@@ -194,7 +214,7 @@ def _compile(
     run = compile_core(backend, module, [*sizes.sizes, *values], sizes.mode, name)
     rules = tuple(g.expr for g in sizes.mode.shape_env.guards[before:])
     aligned = tuple(i for i in core.written if not values[i].storage_offset())
-    return Artifact(run, name, backend, sizes.symbols, rules, aligned, results)
+    return Artifact(run, name, backend, sizes.symbols, rules, aligned, results, core.written)
 
 
 def _bare(graph: Graph, inputs: list[Node], values: list[Any], sizes: Sequence[Any]) -> Graph:
@@ -232,6 +252,17 @@ def _call(core: Core, sizes: CoreSizes, artifact: Artifact) -> None:
         call = core.outer.call_function(artifact.function(), (*numbers, *core.call.args))
     core.call.replace_all_uses_with(call)
     core.outer.erase_node(core.call)
+    for item in list(call.users):
+        for cast in list(item.users):
+            if _casts_nothing(cast, item):
+                cast.replace_all_uses_with(item)
+                core.outer.erase_node(cast)
+
+
+def _casts_nothing(node: Node, item: Node) -> bool:
+    """Whether a node casts a result of the core, which has been checked, to the dtype it has."""
+    is_cast = node.target is torch.ops.aten.to.dtype and not node.kwargs
+    return is_cast and node.args == (item, item.meta["val"].dtype)
 
 
 def _storage(tensor: torch.Tensor) -> int:

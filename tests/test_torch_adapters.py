@@ -60,6 +60,13 @@ PARTS = [
         "torch._inductor.runtime.cache_dir_utils",
         "temporary_cache_dir",
     ),
+    ("dbo_fx/segment_compilers.py", "torch._inductor.output_code", "CompiledFxGraph"),
+    ("dbo_fx/segment_compilers.py", "torch._C", "_is_any_autocast_enabled"),
+    ("dbo_fx/segment_compilers.py", "torch.autograd.profiler", "_is_profiler_enabled"),
+    ("dbo_fx/host_code.py", "torch._C", "_get_tracing_state"),
+    ("dbo_fx/host_code.py", "torch._C", "_is_torch_function_mode_enabled"),
+    ("dbo_fx/host_code.py", "torch._C", "_len_torch_dispatch_stack"),
+    ("dbo_fx/host_code.py", "torch.nn.modules.module", "_has_any_global_hook"),
     ("dbo_fx/capture.py", "torch._dynamo", "mark_dynamic"),
     # Without CUDA both are placeholders that `torch.cuda.memory` puts there.
     ("dbo_fx/graph_device.py", "torch._C", "_cuda_endAllocateToPool"),

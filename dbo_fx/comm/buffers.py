@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ def comm_buffers(inputs: Sequence[Tensor], collective: str, group: str) -> list[
     Raises:
         CommunicationError: Unknown collective, rows that do not divide evenly, or too many tokens.
     """
-    check(inputs, collective, group)
+    ranks = groups.world_size(group)
+    check(inputs, collective, group, ranks)
     if inputs and inputs[0].is_cuda:
         _COMPUTE[inputs[0].get_device()] = torch.cuda.current_stream(inputs[0].device)
-    return buffers(inputs, collective, group)
+    return _allocated(inputs, collective, ranks)
 
 
 _COMPUTE: dict[int, torch.cuda.Stream] = {}
@@ -41,27 +43,38 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
     return _COMPUTE.get(index)
 
 
-def check(inputs: Sequence[Tensor], collective: str, group: str) -> None:
+def check(inputs: Sequence[Tensor], collective: str, group: str, ranks: int) -> None:
     """Refuse what the collective or exchange cannot carry, before any rank communicates.
 
     Raises:
         CommunicationError: See `comm_buffers`.
     """
     if kind_of(collective) == "batched":
-        check_batched(collective, inputs, group, groups.world_size(group))
+        check_batched(collective, inputs, group, ranks)
         return
-    name = collective.split()[0]
-    plain = {"rows_dispatch": "all_gather", "rows_combine": "reduce_scatter_sum"}.get(name, name)
+    plain = _collective(collective)
     for tensor in inputs:
-        collectives.check(plain, tensor, group)
+        collectives.check(plain, tensor, group, ranks)
+
+
+@cache
+def _collective(exchange: str) -> str:
+    """The collective whose sizes an exchange of rows has."""
+    name = exchange.split()[0]
+    return {"rows_dispatch": "all_gather", "rows_combine": "reduce_scatter_sum"}.get(name, name)
 
 
 def buffers(inputs: Sequence[Tensor], collective: str, group: str) -> list[Tensor]:
     """Allocate as `comm_buffers` does, without its checks; sizes may be symbolic."""
-    ranks = groups.world_size(group)
+    return _allocated(inputs, collective, groups.world_size(group))
+
+
+def _allocated(inputs: Sequence[Tensor], collective: str, ranks: int) -> list[Tensor]:
     if kind_of(collective) != "collectives":
         return outputs_of(collective, inputs, ranks)
-    return [
-        t.new_empty((collectives.output_rows(collective, t.shape[0], ranks), *t.shape[1:]))
-        for t in inputs
-    ]
+    found = []
+    for tensor in inputs:
+        rows, *others = tensor.shape
+        rows = collectives.output_rows(collective, rows, ranks)
+        found.append(tensor.new_empty((rows, *others)))
+    return found

@@ -39,13 +39,14 @@ def output_rows(collective: str, rows: int, ranks: int) -> int:
             raise _unknown(collective)
 
 
-def check(collective: str, tensor: Tensor, group: str) -> None:
+def check(collective: str, tensor: Tensor, group: str, ranks: int) -> None:
     """Refuse what the collective cannot carry, before any rank communicates.
 
     Args:
         collective: A name in `COLLECTIVES`.
         tensor: This rank's input.
         group: Name of the process group.
+        ranks: R, its size.
 
     Raises:
         CommunicationError: Unknown collective, a tensor without dimensions, or rows that R does
@@ -53,7 +54,6 @@ def check(collective: str, tensor: Tensor, group: str) -> None:
     """
     if collective not in COLLECTIVES:
         raise _unknown(collective)
-    ranks = groups.world_size(group)
     if tensor.dim() == 0:
         raise CommunicationError(
             f"{collective} over group {group!r}: found a tensor without dimensions, wanted rows "

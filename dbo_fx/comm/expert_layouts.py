@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Batched:
         return self.experts // ranks, ranks * self.max_tokens
 
 
+@cache  # Every send and every allocation asks.
 def kind_of(exchange: str) -> str:
     """Return what a transport's contract calls it: "collectives", "rows" or "batched"."""
     word = exchange.split("_", 1)[0]

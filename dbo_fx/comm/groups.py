@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -96,10 +97,17 @@ def backend_name(name: str, device_type: str) -> str | None:
         For example "gloo", "nccl", "fake"; None if the group has no backend for this device.
     """
     group = process_group(name)
-    device = torch.device(device_type)
-    if device not in group._device_types:
-        return None
-    return str(group._get_backend(device).name()).lower()
+    known = _BACKENDS.setdefault(group, {})
+    if device_type not in known:
+        device = torch.device(device_type)
+        if device not in group._device_types:
+            return None
+        known[device_type] = str(group._get_backend(device).name()).lower()
+    return known[device_type]
+
+
+# Every launch over NCCL asks. What a group has is never taken from it.
+_BACKENDS: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
 def is_fake(name: str) -> bool:

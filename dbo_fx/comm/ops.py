@@ -12,9 +12,10 @@ replaces each by `comm_buffers`, a `_send` and a `_recv`, which name the collect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import torch
@@ -64,12 +65,19 @@ class _Operation:
     launched: Any
 
 
-_IN_FLIGHT: dict[InFlight, _Operation] = {}
+# By the fields of `InFlight`: a tuple costs a send and a recv less to make, and to hash.
+_IN_FLIGHT: dict[tuple[str, str, int], _Operation] = {}
+
+
+@cache
+def _name(group: str, kind: str, flight: int) -> str:
+    """What errors call an operation."""
+    return str(InFlight(group, kind, flight))
 
 
 def in_flight() -> tuple[InFlight, ...]:
     """Return the operations of this process that were sent and not yet received, oldest first."""
-    return tuple(_IN_FLIGHT)
+    return tuple(InFlight(*key) for key in _IN_FLIGHT)
 
 
 def abandon_in_flight(*names: str) -> None:
@@ -82,7 +90,7 @@ def abandon_in_flight(*names: str) -> None:
         names: Names of the process groups that the step used; none stand for all groups.
     """
     for key in list(_IN_FLIGHT):
-        if not names or key.group in names:
+        if not names or key[0] in names:
             del _IN_FLIGHT[key]
     for name in names or (None,):
         realign(name)
@@ -115,40 +123,40 @@ def send(
         CommunicationError: The flight was sent and not yet received, the buffers do not fit, the
             transport does not carry this device's tensors, or it is another slot's turn.
     """
-    key = InFlight(group, kind, flight)
+    key, name = (group, kind, flight), _name(group, kind, flight)
     if key in _IN_FLIGHT:
         raise CommunicationError(
-            f"{key}: sent twice without a receive in between. Call {kind}_recv for this flight "
+            f"{name}: sent twice without a receive in between. Call {kind}_recv for this flight "
             "first, or abandon_in_flight() after a step that failed."
         )
     kind_here = kind_of(collective)
     counted = kind_here == "batched" or len(inputs) == len(outputs)
     if not inputs or not counted:
         raise CommunicationError(
-            f"{key}: found {len(inputs)} inputs and {len(outputs)} outputs, wanted one output for "
+            f"{name}: found {len(inputs)} inputs and {len(outputs)} outputs, wanted one output for "
             "each input and at least one. Pass what comm_buffers returned for these inputs."
         )
     carrier = transport_for(inputs[0].device.type, transport)
-    _check_slot(key, carrier, slot)
+    _check_slot(name, carrier, slot)
     launched: Any
     if isinstance(carrier, PairingTransport):
-        launched = carrier.launch_pair(inputs, outputs, collective, group, str(key), (kind, flight))
+        launched = carrier.launch_pair(inputs, outputs, collective, group, name, (kind, flight))
     elif kind_here == "batched" and not carries_batched(carrier):
-        launched = ByCollectives(carrier, group, slot, str(key)).launch(inputs, outputs, collective)
+        launched = ByCollectives(carrier, group, slot, name).launch(inputs, outputs, collective)
     else:
-        launched = carrier.launch(inputs, outputs, collective, group, slot, str(key))
+        launched = carrier.launch(inputs, outputs, collective, group, slot, name)
     _IN_FLIGHT[key] = _Operation(carrier, tuple(inputs), tuple(outputs), slot, launched)
 
 
-def _check_slot(key: InFlight, carrier: Transport, slot: int | None) -> None:
+def _check_slot(name: str, carrier: Transport, slot: int | None) -> None:
     slots = carrier.contract.slots
     if slots is None and slot is not None:
         raise CommunicationError(
-            f"{key}: found slot {slot}, but {carrier.contract.name} has no slots. Leave it out."
+            f"{name}: found slot {slot}, but {carrier.contract.name} has no slots. Leave it out."
         )
     if slots is not None and slot not in range(slots):
         raise CommunicationError(
-            f"{key}: found slot {slot}, wanted one of 0..{slots - 1}: the n-th send of a region "
+            f"{name}: found slot {slot}, wanted one of 0..{slots - 1}: the n-th send of a region "
             f"over a group uses slot n modulo {slots}."
         )
 
@@ -176,23 +184,23 @@ def recv(
         CommunicationError: Nothing was sent under this number, the send had other outputs, another
             transport or another slot, or the transport failed.
     """
-    key = InFlight(group, kind, flight)
+    key, name = (group, kind, flight), _name(group, kind, flight)
     if key not in _IN_FLIGHT:
-        others = "; ".join(map(str, _IN_FLIGHT)) or "nothing"
+        others = "; ".join(map(str, in_flight())) or "nothing"
         raise CommunicationError(
-            f"{key}: received without a send. In flight: {others}. Call {kind}_send for this "
+            f"{name}: received without a send. In flight: {others}. Call {kind}_send for this "
             "flight first."
         )
     operation = _IN_FLIGHT[key]
     carrier = operation.transport.contract.name
-    if [_place(t) for t in outputs] != [_place(t) for t in operation.outputs]:
+    if not _are_same(outputs, operation.outputs):
         raise CommunicationError(
-            f"{key}: received into other outputs than were sent. Pass the tensors that "
+            f"{name}: received into other outputs than were sent. Pass the tensors that "
             f"{kind}_send was given."
         )
     if (transport, slot) != (carrier, operation.slot):
         raise CommunicationError(
-            f"{key}: received over {transport} in slot {slot}, but sent over {carrier} in slot "
+            f"{name}: received over {transport} in slot {slot}, but sent over {carrier} in slot "
             f"{operation.slot}. Both halves name the same."
         )
     del _IN_FLIGHT[key]
@@ -206,9 +214,16 @@ def recv(
         raise
     except RuntimeError as error:
         raise CommunicationError(
-            f"{key}: the {carrier} transport failed: {error}. A rank of the group has probably "
+            f"{name}: the {carrier} transport failed: {error}. A rank of the group has probably "
             "ended; look at that rank's error first."
         ) from error
+
+
+def _are_same(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the same tensors; through the dispatcher they come as other objects."""
+    if len(tensors) == len(others) and all(map(operator.is_, tensors, others)):
+        return True
+    return [_place(t) for t in tensors] == [_place(t) for t in others]
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -219,14 +234,20 @@ def _fake_nothing(*_: object) -> None:
     return None
 
 
+# The ops of a program as functions, for callers whom no mode, profiler or tracing watches: the
+# dispatcher takes as long as they do.
+DIRECT: dict[str, Callable[..., Any]] = {"comm_buffers": comm_buffers}
+
+
 def _register(library: Any) -> None:
     for schema in _SCHEMAS:
         library.define(schema)
     real: dict[str, Any] = functional.REAL | {"comm_buffers": comm_buffers}
     fake: dict[str, Any] = functional.FAKE | {"comm_buffers": buffers}
     for kind in _HALVES:
-        real[f"{kind}_send"] = partial(send, kind=kind)
-        real[f"{kind}_recv"] = partial(recv, kind=kind)
+        for half in (send, recv):
+            named = update_wrapper(partial(half, kind=kind), half)
+            real[f"{kind}_{half.__name__}"] = DIRECT[f"{kind}_{half.__name__}"] = named
         fake[f"{kind}_send"] = fake[f"{kind}_recv"] = _fake_nothing
     for name in real:
         for key in ("CPU", "CUDA"):

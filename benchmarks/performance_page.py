@@ -381,7 +381,7 @@ def main() -> int:
         print(*plot(results), sep="\n")
     except ImportError:
         print(
-            "no matplotlib (pip install 'dbo-fx[plots]'): the plots are as they were",
+            "no matplotlib (pip install matplotlib): the plots are as they were",
             file=sys.stderr,
         )
     return 0

@@ -38,8 +38,9 @@ class Program(GraphModule):
     """An emitted module: `graph` and `code` are what people read, a call runs `host_graph`."""
 
     def recompile(self) -> Any:
-        """As `GraphModule` does; the cheaper code is made at the first call."""
+        """As `GraphModule` does; the cheaper code is made at the first call, of this graph."""
         code = super().recompile()
+        cheaper = host_graph(self.graph)
         kind: Any = type(self)  # Of this object alone: GraphModule makes one for each.
         read = kind.forward
         made: list[Any] = []
@@ -48,7 +49,7 @@ class Program(GraphModule):
             if kwargs or self.is_watched(args):
                 return read(self, *args, **kwargs)
             if not made:
-                host = GraphModule(self, host_graph(self.graph), class_name="DboProgram")
+                host = GraphModule(self, cheaper, class_name="DboProgram")
                 made.append(type(host).forward)
             return made[0](self, *args)
 
@@ -62,6 +63,7 @@ class Program(GraphModule):
             or torch._C._len_torch_dispatch_stack() > 0
             or torch._C._is_torch_function_mode_enabled()
             or torch._C._get_tracing_state() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
             or not _PLAIN.issuperset(map(type, args))
             or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
             or any(m._forward_hooks or m._forward_pre_hooks for m in self._modules.values() if m)
@@ -99,6 +101,8 @@ def use_methods(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.kwargs:
             continue
+        if node.target is _ATEN.to.dtype and len(node.args) > 4:
+            continue  # The method takes a memory format by its name alone.
         if node.target in _METHODS:
             node.op, node.target = "call_method", _METHODS[node.target]
         elif node.target is _ATEN.slice.Tensor and len(node.args) == 4 and node.args[1] == 0:

@@ -104,7 +104,10 @@ class StreamPool:
                 "communicators and handles of its streams cannot be made during a capture. Run the "
                 "model once on such inputs, then capture."
             )
-        self._streams[COMM] = comm_stream(self.device)  # This thread's.
+        stream, before = comm_stream(self.device), self._streams.get(COMM)
+        if before not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(before)  # Another thread ran it last.
+        self._streams[COMM] = stream
         self._streams[COMP] = torch.cuda.current_stream(self.device)
 
     def abandon(self) -> None:

@@ -144,30 +144,33 @@ def run_and_look(
 
     Returns:
         The results; and Inductor's own code, if in this call it got the very arguments and gave the
-        very results. It takes a list, which it empties, and must be called where neither gradients
-        nor autocast nor a profiler are on (`is_bare`).
+        very results, and no other thread was looking. It takes a list, which it empties, and must
+        be called where neither gradients nor autocast nor a profiler are on (`is_bare`).
     """
     compiled = _compiled_graph(run) if backend == INDUCTOR else None
     if compiled is None:
         return run(*arguments), None
+    # Never waits: the thread that looks may itself wait for another rank.
+    if not _LOOKING.acquire(blocking=False):
+        return run(*arguments), None
     calls: list[tuple[Sequence[Any], Sequence[Any]]] = []
     caller = threading.get_ident()
-    with _LOOKING:
-        inner: Any = compiled.current_callable
+    inner: Any = compiled.current_callable
 
-        def seen(given: list[Any]) -> Any:
-            kept = list(given)
-            results = inner(given)
-            if threading.get_ident() == caller:
-                calls.append((kept, results))
-            return results
+    def seen(given: list[Any]) -> Any:
+        kept = list(given)
+        results = inner(given)
+        if threading.get_ident() == caller:
+            calls.append((kept, results))
+        return results
 
-        before = [_version(arguments[i]) for i in written]
-        compiled.current_callable = seen
-        try:
-            found = run(*arguments)
-        finally:
-            compiled.current_callable = inner
+    before = [_version(arguments[i]) for i in written]
+    compiled.current_callable = seen
+    try:
+        found = run(*arguments)
+    finally:
+        compiled.current_callable = inner
+        _LOOKING.release()
     hands_on = len(calls) == 1 and all(map(_are_same, calls[0], (arguments, found)))
     if not hands_on or not is_bare():
         return found, None

@@ -221,3 +221,30 @@ def test_markers_cost_one_call() -> None:
     for run in (lambda: runtime.record(0, "comp"), lambda: runtime.wait(0, "comm")):
         run()
         assert calls(run).total() <= 3  # The lambda, the marker, and whether it is CUDA.
+
+
+def test_a_memory_format_stays_with_the_op() -> None:
+    """`Tensor.to` takes it by its name alone, and a traced graph has it by its place."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    to = torch.ops.aten.to.dtype
+    kept = graph.call_function(to, (x, torch.float64, False, False, torch.contiguous_format))
+    graph.output((kept, graph.call_function(to, (x, torch.float64))))
+    run = torch.fx.GraphModule({}, host_graph(graph))
+    assert [n.op for n in run.graph.nodes][1:3] == ["call_function", "call_method"]
+    assert all(y.dtype == torch.float64 for y in run(torch.ones(2)))
+
+
+def test_what_runs_is_what_is_read() -> None:
+    """A graph that was edited, and not recompiled yet, runs nowhere."""
+    with one_rank():
+        module, trace = program()
+        given = trace.args(6)
+        with torch.no_grad():
+            want = module(*given)
+        again = Program(module, module.graph, class_name="DboProgram")
+        output = next(n for n in reversed(again.graph.nodes) if n.op == "output")
+        output.args = ((None,),)
+        with torch.no_grad():
+            found = again(*given)
+        assert torch.equal(found[0], want[0])

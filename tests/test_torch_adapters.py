@@ -64,6 +64,7 @@ PARTS = [
     ("dbo_fx/segment_compilers.py", "torch._C", "_is_any_autocast_enabled"),
     ("dbo_fx/segment_compilers.py", "torch.autograd.profiler", "_is_profiler_enabled"),
     ("dbo_fx/host_code.py", "torch._C", "_get_tracing_state"),
+    ("dbo_fx/host_code.py", "torch._C._functorch", "peek_interpreter_stack"),
     ("dbo_fx/host_code.py", "torch._C", "_is_torch_function_mode_enabled"),
     ("dbo_fx/host_code.py", "torch._C", "_len_torch_dispatch_stack"),
     ("dbo_fx/host_code.py", "torch.nn.modules.module", "_has_any_global_hook"),

@@ -388,7 +388,9 @@ class CompiledProgram:
         return measure(self, call, replays, graph=graph, rest_s=rest_s)
 
     def host_us_per_node(self, args: tuple[Any, ...], repeats: int = 5) -> dict[str, float]:
-        """Host time of every emitted call.
+        """Host time of every emitted call, by way of the ops that its graph names.
+
+        A step itself calls functions and methods, which take less (`dbo_fx.host_code`).
 
         Args:
             args: The graph's inputs.

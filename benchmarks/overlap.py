@@ -69,6 +69,8 @@ def main() -> int:
         help="families of points that compile at a time; none is measured meanwhile",
     )
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: wanted 1 or more")
     commit = args.commit or _commit()
     results = _load(args.output)
     run = {
@@ -88,6 +90,8 @@ def main() -> int:
     }
     given = [p for name in args.points for p in SETS[name]()]
     wanted = [p for p in dict.fromkeys(given) if _is_meant(p.key, args.only)]
+    if not wanted:
+        parser.error(f"--only {' '.join(args.only)}: no point of {' '.join(args.points)} is meant")
     missing = [p for p in wanted if p.key not in done][:MOST_POINTS]
     print(f"{len(wanted)} points, {len(wanted) - len(missing)} done", flush=True)
     started = time.monotonic()

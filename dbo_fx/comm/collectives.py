@@ -71,6 +71,11 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+def as_moved(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes: backends do not know float8, and what is moved may be bytes."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def start(
     collective: str, output: Tensor, source: Tensor, group: str, *, asynchronous: bool
 ) -> Any:
@@ -91,9 +96,8 @@ def start(
         CommunicationError: Unknown collective.
     """
     pg = groups.process_group(group)
-    if source.element_size() == 1 and collective != "reduce_scatter_sum":
-        # Backends do not know float8; what is only moved may be bytes.
-        output, source = output.view(torch.uint8), source.view(torch.uint8)
+    if collective != "reduce_scatter_sum":
+        output, source = as_moved(output), as_moved(source)
     match collective:
         case "all_gather":
             return _ALL_GATHER(output, source, group=pg, async_op=asynchronous)

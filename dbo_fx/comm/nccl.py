@@ -139,8 +139,7 @@ def _exchange(output: Tensor, source: Tensor, group: str) -> None:
         source: Contiguous, R blocks.
         group: Name of the process group, R ranks.
     """
-    if source.element_size() == 1:  # NCCL does not know float8; what is only moved may be bytes.
-        output, source = output.view(torch.uint8), source.view(torch.uint8)
+    output, source = collectives.as_moved(output), collectives.as_moved(source)
     ranks, own = groups.world_size(group), groups.rank(group)
     blocks, places = list(source.chunk(ranks)), list(output.chunk(ranks))
     places[own].copy_(blocks[own])

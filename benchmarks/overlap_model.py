@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from overlap_points import SHAPES, Point
 from torch import Tensor, nn
+
+from dbo_fx.comm.plain import plain_ops_over
 
 LONGEST = 1024
 CACHE = 512
@@ -133,7 +136,8 @@ class Inputs:
 
         cache = StaticCache(config=self.model.model.config, max_cache_len=CACHE)
         self.model.cache = cache
-        with torch.no_grad():
+        over = plain_ops_over("loopback") if self.point.link == "host" else nullcontext()
+        with torch.no_grad(), over:
             self.model(self.ids)  # The first step allocates the cache.
         for layer in cache.layers:
             torch._dynamo.mark_dynamic(layer.keys, 0)

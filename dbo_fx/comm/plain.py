@@ -2,7 +2,8 @@
 
 In this order: what `plain_ops_over` says; on CUDA, NCCL if it is the group's backend for CUDA and
 `copy_engine` otherwise, because no other backend of torch keeps the order of streams; elsewhere the
-device's usual transport.
+device's usual transport. A group that pretends to have peers (torch's "fake" backend) needs
+`plain_ops_over("loopback")`: what comes out is no real model's, so it is never chosen silently.
 """
 
 from __future__ import annotations

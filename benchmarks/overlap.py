@@ -185,7 +185,8 @@ def _line(row: dict[str, Any]) -> str:
     if "ms" not in row:
         return f"{row['key']}: {str(row.get('refused') or row.get('failed'))[-400:]}"
     ms = "  ".join(f"{name} {value}" for name, value in row["ms"].items())
-    return f"{row['key']}: {ms}  bound {row.get('bound_ms')}  equal {row['equal']}"
+    told = f"equal {row['equal']}  unsteady {row['unsteady']}"
+    return f"{row['key']}: {ms}  bound {row.get('bound_ms')}  {told}"
 
 
 def _device() -> str:

@@ -247,6 +247,7 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     """Which schedules have no times and why, and which computed what they should not."""
     missing: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     wrong = []
+    unsteady = [f"* {r['key']}: {', '.join(r['unsteady'])}" for r in rows if r.get("unsteady")]
     for row in rows:
         for name, text in row.get("refused", {}).items():
             missing[name, _last_line(text)].append(row["key"])
@@ -256,6 +257,9 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     if missing:
         lines = [f"* {name}: {why} ({', '.join(at)})" for (name, why), at in missing.items()]
         parts += ["Schedules without times:", "\n".join(lines)]
+    if unsteady:
+        parts += ["Serial runs that differ from themselves, so that nothing can be compared:"]
+        parts += ["\n".join(unsteady)]
     if wrong:
         parts += ["Not equal to what they must equal bit for bit:", "\n".join(wrong)]
     return parts

@@ -402,3 +402,40 @@ def test_every_step_runs_files_that_exist() -> None:
             word for word in step.command.split() if word.startswith(("tests/", "benchmarks/"))
         ]
         assert all((on_gpus.ROOT / word).exists() for word in named), step.name
+
+
+class CountedInputs:
+    """Inputs that only count."""
+
+    def __init__(self) -> None:
+        self.ids = torch.zeros(1)
+
+    def fresh(self) -> torch.Tensor:
+        return self.ids + 1
+
+    def reset(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_serial_run_that_differs_from_itself_is_named(steady: bool) -> None:
+    inputs, runs = CountedInputs(), []
+
+    def serial() -> torch.Tensor:
+        runs.append(1)
+        return inputs.ids + (0 if steady else len(runs))
+
+    candidates = {
+        "unsplit": overlap_rank.Candidate(serial),
+        "single_batch_overlap": overlap_rank.Candidate(lambda: inputs.ids * 1),
+        "sequential": overlap_rank.Candidate(lambda: inputs.ids * 2),
+        "mlp_shared_overlap": overlap_rank.Candidate(lambda: inputs.ids * 3),
+    }
+    equal, unsteady = overlap_rank._compare(candidates, inputs)  # type: ignore[arg-type]
+    assert equal == {"single_batch_overlap": steady, "mlp_shared_overlap": False}
+    assert unsteady == ([] if steady else ["unsplit"])
+    row = {"ms": {}, "sustained_ms": {}, "host_us": {}, "eager_ms": {}, "equal": equal}
+    whole = overlap_rank._merge([row | {"unsteady": []}, row | {"unsteady": unsteady}])
+    assert whole["unsteady"] == unsteady
+    assert ("single_batch_overlap" in whole["equal"]) is steady
+    assert whole["equal"]["mlp_shared_overlap"] is False

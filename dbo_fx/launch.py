@@ -67,7 +67,8 @@ class Ranks:
 
         Args:
             world_size: Number of ranks R.
-            backend: Backend of the default process group; "nccl" gives rank r CUDA device r.
+            backend: Backend of the default process group; "nccl" gives rank r CUDA device r,
+                modulo their number.
             timeout_s: Limit of each collective.
             threads: Threads that torch may use within a rank.
 

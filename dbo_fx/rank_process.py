@@ -89,7 +89,8 @@ def _join(setup: Setup) -> None:
     torch.set_num_threads(setup.threads)
     device = None
     if setup.backend == "nccl":
-        device = torch.device("cuda", setup.rank)
+        # NCCL itself refuses ranks that share one, or takes them (NCCL_MULTI_RANK_GPU_ENABLE=1).
+        device = torch.device("cuda", setup.rank % max(1, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=max(1, math.ceil(setup.timeout_s)))
     dist.init_process_group(

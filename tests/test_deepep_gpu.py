@@ -1,13 +1,14 @@
 """DeepEP's kernels on two GPUs: numbers, captures, thousands of steps, refusals.
 
 Two ranks; rank r uses device r modulo the number of devices. With one device the ranks share it
-where DBO_FX_SHARED_GPU=1 says so (slow: they take turns); V2 needs a GPU for each rank.
+where DBO_FX_SHARED_GPU=1 says so (slow: they take turns). V2's ranks share one by NCCL 2.30, where
+NCCL_MULTI_RANK_GPU_ENABLE=1 allows it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -38,17 +39,24 @@ MOST_ERROR, MOST_ROW_ERROR = 2e-2, 3e-2
 
 
 def kinds(*names: str) -> list[Any]:
-    """Parameters; V2 is left out where ranks share a GPU."""
-    shared = pytest.mark.skipif(SHARED, reason="V2 needs a GPU for each rank")
+    """Parameters; V2 is left out where NCCL does not let ranks share a GPU."""
+    alone = SHARED and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+    why = "V2 needs a GPU for each rank, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1"
+    shared = pytest.mark.skipif(alone, reason=why)
     return [pytest.param(name, marks=shared if "v2" in name else ()) for name in names]
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Two ranks of their own: Buffers stay in them."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def pair() -> Iterator[Callable[..., list[Any]]]:
+    """Two ranks of their own, as Buffers stay in them; others for V2, which takes NCCL's group."""
+    pools = {backend: RankPool(2, backend) for backend in ("gloo", "nccl")}
+
+    def call(fn: Callable[..., Any], kind: str, *args: Any, timeout_s: float) -> list[Any]:
+        return pools["nccl" if "v2" in kind else "gloo"](fn, kind, *args, timeout_s=timeout_s)
+
+    yield call
+    for pool in pools.values():
+        pool.close()
 
 
 def use_device(rank: int) -> None:
@@ -135,7 +143,9 @@ def run_kind(rank: int, kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", kinds(*KINDS))
-def test_bit_equal_to_serial_and_close_to_float32(pair: RankPool, kind: str) -> None:
+def test_bit_equal_to_serial_and_close_to_float32(
+    pair: Callable[..., list[Any]], kind: str
+) -> None:
     for seen in pair(run_kind, kind, KINDS[kind][2], timeout_s=500):
         assert all(same for same, _, _ in seen.values()), seen
         assert all(error < MOST_ERROR for _, error, _ in seen.values()), seen
@@ -152,7 +162,7 @@ def run_few(rank: int, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["deepep_ll", "deepep_ht"])
-def test_ranks_with_few_rows_are_padded(pair: RankPool, kind: str) -> None:
+def test_ranks_with_few_rows_are_padded(pair: Callable[..., list[Any]], kind: str) -> None:
     for worst in pair(run_few, kind, timeout_s=300):
         assert all(error < MOST_ROW_ERROR for error in worst), worst
 
@@ -166,7 +176,7 @@ def run_turns(rank: int, kind: str, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", kinds("deepep_ll", "deepep_ll_async", "deepep_ht", "deepep_v2"))
 @pytest.mark.slow
-def test_a_thousand_steps_with_failures(pair: RankPool, kind: str) -> None:
+def test_a_thousand_steps_with_failures(pair: Callable[..., list[Any]], kind: str) -> None:
     for seen in pair(run_turns, kind, STEPS, timeout_s=550):
         assert seen == expected(STEPS)
 

@@ -343,7 +343,7 @@ def _compare(candidates: dict[str, Candidate], inputs: Inputs) -> tuple[dict[str
     """
     equal = dict.fromkeys((n for n, m in EQUAL.items() if {n, m} <= candidates.keys()), True)
     serial = {n for n in EQUAL.values() if n in candidates}
-    unsteady = set()
+    unsteady: set[str] = set()
 
     def run(name: str) -> Tensor:
         inputs.reset()
@@ -356,7 +356,8 @@ def _compare(candidates: dict[str, Candidate], inputs: Inputs) -> tuple[dict[str
             equal[name] &= torch.equal(outputs[name], outputs[EQUAL[name]])
         for name in sorted(serial):  # All of them on every rank: they communicate.
             again = [torch.equal(run(name), outputs[name]) for _ in range(REPEATS)]
-            unsteady |= set() if all(again) else {name}
+            if not all(again):
+                unsteady.add(name)
     return equal, sorted(unsteady)
 
 
